@@ -1,0 +1,27 @@
+"""wcache keeps a model's finished weights in memory while inference engines come and go.
+
+The names below are imported on first use: the daemon is a part of this package and must start
+without torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["attach", "publish"]
+
+if TYPE_CHECKING:
+    from wcache.client import attach
+    from wcache.load.module import publish
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attach":
+        from wcache.client import attach
+
+        return attach
+    if name == "publish":
+        from wcache.load.module import publish
+
+        return publish
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,247 @@
+"""The blocking end of a control socket: what loaders, clients and commands talk through."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from wcache.errors import (
+    MismatchError,
+    NoPermissionError,
+    NoSuchRankError,
+    NotReadyError,
+    ProtocolError,
+    TryAgainError,
+    WcacheError,
+)
+from wcache.paths import RankPaths, check_socket_path
+from wcache.protocol import (
+    MAX_FDS_PER_FRAME,
+    MAX_FDS_PER_TRANSFER,
+    MAX_TEXT,
+    REPLIES,
+    Descriptors,
+    FrameReader,
+    Hello,
+    Message,
+    RefusalReason,
+    Refused,
+    Request,
+    Role,
+    Welcome,
+    decode_body,
+    encode_frame,
+)
+from wcache.wire import close_all, peer_credentials, receive, send
+
+DEFAULT_TIMEOUT_S = 30.0
+R = TypeVar("R", bound=Message)
+
+_REFUSALS: dict[RefusalReason, type[WcacheError]] = {
+    "permission": NoPermissionError,
+    "not_ready": NotReadyError,
+    "mismatch": MismatchError,
+    "busy": TryAgainError,
+}
+
+
+class RefusedError(WcacheError):
+    """A daemon's refusal that has no exit code of its own; ``refusal`` is what it said."""
+
+    refusal: Refused
+
+
+def refusal_error(refusal: Refused) -> WcacheError:
+    """The exception that ``refusal`` becomes; it carries the refusal as ``refusal``."""
+    error = _REFUSALS.get(refusal.reason, RefusedError)(refusal.message, hint=refusal.hint)
+    error.refusal = refusal  # type: ignore[attr-defined]  # set on a sibling class of RefusedError
+    return error
+
+
+class Channel:
+    """A connected stream socket that carries messages and descriptors.
+
+    Every call raises :class:`ProtocolError` when the peer does not keep to the protocol, and
+    ``ConnectionError`` or ``TimeoutError`` when it is gone or silent.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._reader = FrameReader()
+        self._frames: list[bytes] = []
+        self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        """Sends ``fds`` on frames in front of ``message``."""
+        for start in range(0, len(fds), MAX_FDS_PER_FRAME):
+            batch = fds[start : start + MAX_FDS_PER_FRAME]
+            self._send_frame(encode_frame(Descriptors(count=len(batch))), batch)
+        self._send_frame(encode_frame(message), ())
+
+    def _send_frame(self, frame: bytes, fds: Sequence[int]) -> None:
+        view = memoryview(frame)
+        sent = send(self._socket, view, fds)
+        self._socket.sendall(view[sent:])
+
+    def receive_body(self) -> bytes:
+        """The content of the next frame; raises ``ConnectionError`` at the end of the stream."""
+        while not self._frames:
+            data, fds = receive(self._socket)
+            self._fds += fds
+            if not data:
+                raise ConnectionResetError("the other end closed the connection")
+            if len(self._fds) > MAX_FDS_PER_TRANSFER:
+                raise ProtocolError("too many descriptors")
+            self._frames += self._reader.feed(data)
+        return self._frames.pop(0)
+
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came with the last message; the caller owns them.
+
+        Raises :class:`ProtocolError` when there are not exactly ``count``.
+        """
+        if len(self._fds) != count:
+            raise ProtocolError(f"{len(self._fds)} descriptors came, {count} were announced")
+        fds, self._fds = self._fds, []
+        return fds
+
+    def close(self) -> None:
+        close_all(self._fds)
+        self._fds = []
+        self._socket.close()
+
+
+class Control:
+    """A conversation with one rank's daemon, opened by :meth:`connect`."""
+
+    def __init__(self, channel: Channel, welcome: Welcome) -> None:
+        self.channel = channel
+        self.welcome = welcome
+
+    @classmethod
+    def connect(
+        cls, paths: RankPaths, role: Role, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> "Control":
+        """Connects and greets.
+
+        Raises :class:`NoSuchRankError` when nobody listens, :class:`NoPermissionError` when the
+        socket belongs to somebody who must not be trusted or does not take us, and
+        :class:`WcacheError` when the daemon is silent for ``timeout_s``.
+        """
+        channel = Channel(connect_socket(paths.socket, f"rank {paths.id}", timeout_s))
+        try:
+            channel.send(Hello(role=role, command=own_command()))
+            welcome = receive_reply(channel, Welcome)
+            if (welcome.instance, welcome.rank) != (paths.id.instance, paths.id.rank):
+                raise ProtocolError(
+                    f"{paths.socket} is answered by rank {welcome.instance}:{welcome.rank}"
+                )
+        except (ConnectionError, TimeoutError) as error:
+            channel.close()
+            raise NoSuchRankError(f"daemon of rank {paths.id} does not answer: {error}") from None
+        except BaseException:
+            channel.close()
+            raise
+        return cls(channel, welcome)
+
+    def request(self, message: Request, kind: type[R], fds: Sequence[int] = ()) -> R:
+        """Sends ``message`` and returns its answer; raises what a refusal stands for."""
+        self.channel.send(message, fds)
+        return receive_reply(self.channel, kind)
+
+    def tell(self, message: Request) -> None:
+        """Sends a message that is not answered."""
+        self.channel.send(message)
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def __enter__(self) -> "Control":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def receive_reply(
+    channel: Channel, kind: type[R], decoder: "msgspec.json.Decoder[Any]" = REPLIES
+) -> R:
+    """The next reply, which must be of ``kind``; a refusal is raised, descriptors are gathered."""
+    while True:
+        reply = decode_body(channel.receive_body(), decoder)
+        if isinstance(reply, Refused):
+            raise refusal_error(reply)
+        if isinstance(reply, kind):
+            return reply
+        if not isinstance(reply, Descriptors):
+            raise ProtocolError(f"answer is a {type(reply).__name__}, not a {kind.__name__}")
+
+
+def connect_socket(path: Path, whose: str, timeout_s: float) -> socket.socket:
+    """A connected socket whose listener is root or this process's own user.
+
+    ``whose`` names the listener in errors.
+    """
+    check_socket_path(path)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        _connect_when_accepted(connection, path, timeout_s)
+        owner = peer_credentials(connection).uid
+        if owner not in (0, os.geteuid()):
+            raise NoPermissionError(
+                f"{path} is answered by uid {owner}, which is neither root nor you",
+                hint="set WCACHE_RUN_DIR to the folder of the daemons that you want",
+            )
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        raise NoSuchRankError(
+            f"no daemon answers for {whose}", hint="wcache status shows which ranks are up"
+        ) from None
+    except PermissionError:
+        connection.close()
+        raise NoPermissionError(
+            f"no permission to use {path}", hint="join the group that owns it, or use sudo"
+        ) from None
+    except TimeoutError:
+        connection.close()
+        raise NoSuchRankError(f"{whose} does not answer within {timeout_s:g} s") from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_when_accepted(connection: socket.socket, path: Path, timeout_s: float) -> None:
+    """connect(2), again while the listener's queue is full, which Unix sockets say at once."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection.connect(str(path))
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError from None
+            time.sleep(0.01)
+
+
+def own_command() -> str:
+    """This process's command line, for the daemon's list of leases."""
+    return " ".join(sys.orig_argv)[:MAX_TEXT]

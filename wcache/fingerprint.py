@@ -1,0 +1,132 @@
+"""What weights are: the fingerprint of a rank, and how two of them are compared. Pure."""
+
+import hashlib
+
+import msgspec
+
+import wcache
+from wcache.config import Config
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything that decides which bytes a rank holds, and a few fields for people.
+
+    As *held*, every field that its loader knew is set. As *wanted*, only the fields are set that
+    must agree: ``None`` asks for nothing.
+    """
+
+    model: str | None = None
+    """Path or hub id. For people: ``content`` is what tells two models apart."""
+    architecture: str | None = None
+    revision: str | None = None
+    content: str | None = None
+    """Digest of the checkpoint (:mod:`wcache.checkpoint.identity`)."""
+    loader: str | None = None
+    loader_version: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    quantization_config: str | None = None
+    tp_size: int | None = None
+    tp_rank: int | None = None
+    pp_size: int | None = None
+    pp_rank: int | None = None
+    dp_size: int | None = None
+    dp_rank: int | None = None
+    ep_size: int | None = None
+    ep_rank: int | None = None
+    node_rank: int | None = None
+    device: str | None = None
+    device_uuid: str | None = None
+    device_capability: str | None = None
+    torch_version: str | None = None
+    engine: str | None = None
+    engine_version: str | None = None
+    switches: dict[str, str] = {}
+    """Engine settings that change the layout of the weights, by name."""
+
+    def digest(self) -> str:
+        """``sha256:`` and 64 hexadecimal digits over the canonical JSON of all fields."""
+        data = msgspec.json.encode(self, order="deterministic")
+        return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """One field in which the held weights are not the wanted ones."""
+
+    field: str
+    cached: str
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: cached {self.cached}, wanted {self.wanted}"
+
+
+def compare(held: Fingerprint, wanted: Fingerprint) -> tuple[Difference, ...]:
+    """Every field that ``wanted`` states and ``held`` does not meet; empty when they match.
+
+    A field that is wanted and not known of what is held is a difference: a doubt is a mismatch.
+    """
+    found = []
+    for field in msgspec.structs.fields(Fingerprint):
+        want, have = getattr(wanted, field.name), getattr(held, field.name)
+        if field.name == "switches":
+            found += [
+                Difference(f"switches.{name}", _text(have.get(name)), _text(want.get(name)))
+                for name in sorted(want)
+                if have.get(name) != want[name]
+            ]
+        elif want is not None and have != want:
+            found.append(Difference(field.name, _text(have), _text(want)))
+    return tuple(found)
+
+
+def _text(value: object) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def wanted_by(config: Config, rank: int) -> Fingerprint:
+    """The fields that ``config`` settles for ``rank``: what held weights are compared with."""
+    place = config.ranks.coordinates(rank)
+    devices = config.memory.devices
+    layout = config.layout
+    if config.model.loader == "publish":
+        # An engine shards and converts as it likes; only what the operator named can be asked for.
+        return Fingerprint(model=config.model.path, loader="publish", device=config.memory.device)
+    return Fingerprint(
+        content=config.model.content,
+        loader=config.model.loader,
+        dtype=config.model.dtype,
+        tp_size=layout.tp,
+        tp_rank=place.tp_rank,
+        pp_size=layout.pp,
+        pp_rank=place.pp_rank,
+        ep_size=layout.ep,
+        ep_rank=place.ep_rank,
+        device=config.memory.device,
+        device_uuid=devices[place.local_rank] if devices else None,
+    )
+
+
+def held_from(config: Config, rank: int, **known: str | None) -> Fingerprint:
+    """The fingerprint of weights that were just loaded by ``config`` for ``rank``.
+
+    ``known`` are the fields that only the loader can tell, by name.
+    """
+    place = config.ranks.coordinates(rank)
+    layout, wanted = config.layout, wanted_by(config, rank)
+    told: dict[str, str | int | None] = {
+        "model": config.model.hub_id or config.model.path,
+        "revision": config.model.revision,
+        "loader_version": wcache.__version__,
+        "tp_size": layout.tp,
+        "tp_rank": place.tp_rank,
+        "pp_size": layout.pp,
+        "pp_rank": place.pp_rank,
+        "dp_size": layout.dp,
+        "dp_rank": place.dp_rank,
+        "ep_size": layout.ep,
+        "ep_rank": place.ep_rank,
+        "node_rank": place.node_rank,
+    }
+    told.update(known)
+    return msgspec.structs.replace(wanted, **told)

@@ -1,0 +1,297 @@
+"""The messages on a rank's control socket, and how they become bytes. Pure.
+
+A frame is a 4-byte big-endian length and that many bytes of JSON. A peer says :class:`Hello` first
+and is answered with :class:`Welcome`. File descriptors travel on :class:`Descriptors` frames, at
+most :data:`MAX_FDS_PER_FRAME` each, in front of the message that uses them.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, TypeVar
+
+import msgspec
+
+from wcache.config import Config
+from wcache.errors import ProtocolError
+from wcache.fingerprint import Difference, Fingerprint
+from wcache.state import RankState
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 20
+LENGTH_BYTES = 4
+# The kernel takes 253 descriptors a message (SCM_MAX_FD).
+MAX_FDS_PER_FRAME = 240
+# 4,095 slabs of 1 GiB and the manifest.
+MAX_FDS_PER_TRANSFER = 4096
+MAX_TEXT = 4096
+
+Role = Literal["client", "loader", "operator"]
+SlabKind = Literal["host", "cuda"]
+How = Literal["loaded", "adopted", "filled"]
+RefusalReason = Literal[
+    "bad_request",  # not understood, or not at this point of the conversation
+    "version",  # a protocol that this daemon does not speak
+    "permission",  # the peer's user may not do this
+    "not_ready",  # no weights yet
+    "mismatch",  # weights of another model, layout or dtype
+    "gone",  # the generation is not held any more
+    "busy",  # another loader is at work
+    "invalid",  # what was offered did not pass the checks
+]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """A frame's content. Unknown fields are passed over, so that a field can be added."""
+
+
+# --- said by a peer ---------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
+    """Opens a conversation."""
+
+    version: int = PROTOCOL_VERSION
+    role: Role
+    command: str
+    """What ``status`` shows for this peer."""
+
+
+class Attach(Message, tag="attach", frozen=True, kw_only=True):
+    """Asks for the served generation; answered with descriptors and :class:`Attached`."""
+
+    wanted: Fingerprint | None = None
+
+
+class Renew(Message, tag="renew", frozen=True, kw_only=True):
+    """Takes up the lease again after a daemon's restart; answered with :class:`Leased`."""
+
+    manifest_digest: str
+
+
+class AskReport(Message, tag="ask_report", frozen=True, kw_only=True):
+    """Answered with :class:`Report`."""
+
+
+class AskLoad(Message, tag="ask_load", frozen=True, kw_only=True):
+    """A loader asks what is wanted: :class:`LoadOrder` or :class:`NothingToLoad`."""
+
+
+class Progress(Message, tag="progress", frozen=True, kw_only=True):
+    """How far a loader is. Not answered."""
+
+    phase: str
+    """One word: ``plan``, ``read``, ``digest``, ``publish``."""
+    done_bytes: int
+    total_bytes: int
+
+
+class SlabInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A slab, as said beside its descriptor."""
+
+    kind: SlabKind
+    nbytes: int
+    device_uuid: str | None = None
+
+
+class Publish(Message, tag="publish", frozen=True, kw_only=True):
+    """A loader hands over 1 + len(slabs) descriptors, the manifest's first.
+
+    Answered with :class:`Published`.
+    """
+
+    slabs: tuple[SlabInfo, ...]
+
+
+class LoadFailed(Message, tag="load_failed", frozen=True, kw_only=True):
+    """A loader gives up. Not answered."""
+
+    message: str
+    hint: str = ""
+
+
+# --- said by both -----------------------------------------------------------------------------
+
+
+class Descriptors(Message, tag="descriptors", frozen=True, kw_only=True):
+    """Carries ``count`` file descriptors for the next message. Not answered."""
+
+    count: int
+
+
+# --- said by the daemon -----------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
+    version: int = PROTOCOL_VERSION
+    instance: str
+    rank: int
+    pid: int
+
+
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
+    """The answer to any request that is not met."""
+
+    reason: RefusalReason
+    message: str
+    hint: str = ""
+    differences: tuple[Difference, ...] = ()
+
+
+class Attached(Message, tag="attached", frozen=True, kw_only=True):
+    """Follows 1 + len(slabs) descriptors, the manifest's first. The connection is the lease."""
+
+    generation: int
+    manifest_digest: str
+    slabs: tuple[SlabInfo, ...]
+
+
+class Leased(Message, tag="leased", frozen=True, kw_only=True):
+    generation: int
+
+
+class LoadOrder(Message, tag="load_order", frozen=True, kw_only=True):
+    """What a loader is to load; it alone may publish until it is done or gone."""
+
+    generation: int
+    config: Config
+
+
+class NothingToLoad(Message, tag="nothing_to_load", frozen=True, kw_only=True):
+    message: str
+
+
+class Published(Message, tag="published", frozen=True, kw_only=True):
+    generation: int
+
+
+class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation that is held."""
+
+    number: int
+    serving: bool
+    how: How
+    manifest_digest: str
+    fingerprint: Fingerprint
+    fingerprint_digest: str
+    weight_bytes: int
+    slab_bytes: int
+    slabs: int
+    storages: int
+    tensors: int
+    since: float
+    """Unix time at which this daemon took it."""
+
+
+class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One client that is attached."""
+
+    pid: int
+    uid: int
+    command: str
+    generation: int
+    since: float
+
+
+class ProgressReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The load that is under way."""
+
+    generation: int
+    loader_pid: int
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    since: float
+
+
+class Report(Message, tag="report", frozen=True, kw_only=True):
+    """All that a daemon can say of itself."""
+
+    instance: str
+    rank: int
+    pid: int
+    version: str
+    state: RankState
+    status: str
+    """The sentence that the supervisor was told."""
+    problems: tuple[str, ...] = ()
+    """What is wrong while the daemon goes on serving."""
+    since: float
+    """Unix time of the daemon's start."""
+    wanted: Fingerprint | None = None
+    """What the configuration asks for; None while it can not be read."""
+    differences: tuple[Difference, ...] = ()
+    """In what the served generation is not the wanted one."""
+    expected_fds: int = 0
+    """Descriptors that the supervisor's store should hold for this rank."""
+    generations: tuple[GenerationReport, ...] = ()
+    leases: tuple[LeaseReport, ...] = ()
+    progress: ProgressReport | None = None
+
+    @property
+    def serving(self) -> GenerationReport | None:
+        return next((held for held in self.generations if held.serving), None)
+
+
+Request = (
+    Hello | Attach | Renew | AskReport | AskLoad | Progress | Publish | LoadFailed | Descriptors
+)
+Reply = (
+    Welcome
+    | Refused
+    | Attached
+    | Leased
+    | LoadOrder
+    | NothingToLoad
+    | Published
+    | Report
+    | Descriptors
+)
+
+REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+M = TypeVar("M")
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """Raises :class:`ProtocolError` when the message does not fit in a frame."""
+    body = msgspec.json.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"message of {len(body)} bytes does not fit in a frame")
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[M]) -> M:
+    """Decodes one frame's content; raises :class:`ProtocolError`."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message: {str(error)[:200]}") from None
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames; a length is checked before it is believed."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """True between frames: an end of the stream here loses nothing."""
+        return not self._buffer
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields the content of each frame that ``data`` completes.
+
+        Raises :class:`ProtocolError` for a length over :data:`MAX_FRAME_BYTES` or of zero.
+        """
+        self._buffer += data
+        while len(self._buffer) >= LENGTH_BYTES:
+            length = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
+            if not 0 < length <= MAX_FRAME_BYTES:
+                raise ProtocolError(f"frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+            end = LENGTH_BYTES + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield body
