@@ -26,6 +26,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 _DIGEST = re.compile(r"[a-z0-9]{1,16}:[0-9a-f]{1,128}")
 
+SlabKind = Literal["host", "cuda"]
 TensorKind = Literal["parameter", "buffer", "attribute"]
 
 
@@ -71,6 +72,15 @@ class ShardIdentity(msgspec.Struct, frozen=True):
     """Digest of a block of every tensor in it."""
 
 
+class SlabInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A slab, as said of its descriptor."""
+
+    kind: SlabKind
+    nbytes: int
+    device_uuid: str | None = None
+    """``GPU-…``; None for the host's memory."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a client needs beside the slabs themselves."""
 
@@ -78,6 +88,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """Random, 32 hexadecimal digits: two loads of the same model are two generations."""
     fingerprint: Fingerprint
+    slabs: tuple[SlabInfo, ...]
+    """In the order in which they are mapped back to back."""
     storages: tuple[Storage, ...]
     tensors: tuple[Tensor, ...]
     extras: dict[str, Any] = {}
@@ -86,7 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The files that were loaded; empty for what an engine published."""
 
     @property
-    def nbytes(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of weights, without the gaps between storages."""
         return sum(storage.nbytes for storage in self.storages)
 
@@ -124,6 +136,8 @@ def check(manifest: Manifest, *, range_bytes: int) -> None:
     """Raises :class:`ManifestError` unless all of it lies within ``range_bytes`` of slabs."""
     if not re.fullmatch(r"[0-9a-f]{32}", manifest.id):
         raise ManifestError("manifest has no id of 32 hexadecimal digits")
+    if len({(slab.kind, slab.device_uuid) for slab in manifest.slabs}) != 1:
+        raise ManifestError("slabs are not all of one kind and on one device")
     _check_storages(manifest.storages, range_bytes)
     seen: dict[str, Tensor] = {}
     for tensor in manifest.tensors:

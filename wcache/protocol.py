@@ -13,6 +13,7 @@ import msgspec
 from wcache.config import Config
 from wcache.errors import ProtocolError
 from wcache.fingerprint import Difference, Fingerprint
+from wcache.manifest import SlabInfo
 from wcache.state import RankState
 
 PROTOCOL_VERSION = 1
@@ -24,8 +25,8 @@ MAX_FDS_PER_FRAME = 240
 MAX_FDS_PER_TRANSFER = 4096
 MAX_TEXT = 4096
 
+LoadSource = Literal["checkpoint", "engine"]
 Role = Literal["client", "loader", "operator"]
-SlabKind = Literal["host", "cuda"]
 How = Literal["loaded", "adopted", "filled"]
 RefusalReason = Literal[
     "bad_request",  # not understood, or not at this point of the conversation
@@ -74,6 +75,9 @@ class AskReport(Message, tag="ask_report", frozen=True, kw_only=True):
 class AskLoad(Message, tag="ask_load", frozen=True, kw_only=True):
     """A loader asks what is wanted: :class:`LoadOrder` or :class:`NothingToLoad`."""
 
+    source: LoadSource = "checkpoint"
+    """``engine`` is somebody who has the weights already, as ``wcache.publish`` does."""
+
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):
     """How far a loader is. Not answered."""
@@ -82,14 +86,6 @@ class Progress(Message, tag="progress", frozen=True, kw_only=True):
     """One word: ``plan``, ``read``, ``digest``, ``publish``."""
     done_bytes: int
     total_bytes: int
-
-
-class SlabInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A slab, as said beside its descriptor."""
-
-    kind: SlabKind
-    nbytes: int
-    device_uuid: str | None = None
 
 
 class Publish(Message, tag="publish", frozen=True, kw_only=True):
@@ -106,6 +102,10 @@ class LoadFailed(Message, tag="load_failed", frozen=True, kw_only=True):
 
     message: str
     hint: str = ""
+
+
+class StoreAgain(Message, tag="store_again", frozen=True, kw_only=True):
+    """A supervisor that took this daemon over asks for its descriptors: :class:`Stored`."""
 
 
 # --- said by both -----------------------------------------------------------------------------
@@ -161,6 +161,12 @@ class NothingToLoad(Message, tag="nothing_to_load", frozen=True, kw_only=True):
 
 class Published(Message, tag="published", frozen=True, kw_only=True):
     generation: int
+
+
+class Stored(Message, tag="stored", frozen=True, kw_only=True):
+    """Every descriptor was handed to the notify socket again."""
+
+    count: int
 
 
 class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,7 +238,16 @@ class Report(Message, tag="report", frozen=True, kw_only=True):
 
 
 Request = (
-    Hello | Attach | Renew | AskReport | AskLoad | Progress | Publish | LoadFailed | Descriptors
+    Hello
+    | Attach
+    | Renew
+    | AskReport
+    | AskLoad
+    | Progress
+    | Publish
+    | LoadFailed
+    | StoreAgain
+    | Descriptors
 )
 Reply = (
     Welcome
@@ -242,6 +257,7 @@ Reply = (
     | LoadOrder
     | NothingToLoad
     | Published
+    | Stored
     | Report
     | Descriptors
 )

@@ -28,6 +28,8 @@ class RankEvent(StrEnum):
     LOAD_BEGUN = "load begun"
     PUBLISHED = "published"
     LOAD_FAILED = "load failed"
+    LOAD_ABANDONED = "load abandoned"
+    """An engine that was publishing went away; another may publish."""
 
 
 _STEPS: dict[tuple[RankState, RankEvent], RankState] = {
@@ -35,6 +37,7 @@ _STEPS: dict[tuple[RankState, RankEvent], RankState] = {
     (RankState.EMPTY, RankEvent.LOAD_BEGUN): RankState.LOADING,
     (RankState.LOADING, RankEvent.PUBLISHED): RankState.READY,
     (RankState.LOADING, RankEvent.LOAD_FAILED): RankState.FAILED,
+    (RankState.LOADING, RankEvent.LOAD_ABANDONED): RankState.EMPTY,
     (RankState.READY, RankEvent.LOAD_BEGUN): RankState.STAGING,
     (RankState.STAGING, RankEvent.PUBLISHED): RankState.READY,
     # What was served stays served: a failed reload is a problem to report, not a state.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from wcache.protocol import SlabInfo
+from wcache.manifest import SlabInfo
 
 if TYPE_CHECKING:
     import torch

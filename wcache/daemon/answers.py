@@ -1,0 +1,54 @@
+"""The words in which a rank says no, or that there is nothing to do. Pure."""
+
+from wcache.daemon.load import Load
+from wcache.fingerprint import Difference
+from wcache.paths import RankId
+from wcache.protocol import AskLoad, NothingToLoad, Refused
+from wcache.state import RankState, loads
+
+
+def not_ready(rank: RankId, state: RankState, sentence: str) -> Refused:
+    hint = "wcache up waits until it is" if loads(state) else "wcache status says why"
+    return Refused(reason="not_ready", message=f"rank {rank} is not ready: {sentence}", hint=hint)
+
+
+def mismatch(rank: RankId, found: tuple[Difference, ...]) -> Refused:
+    return Refused(
+        reason="mismatch",
+        message=f"rank {rank} holds other weights: {'; '.join(map(str, found))}",
+        hint="wcache status shows what is held; wcache up --model … loads another model",
+        differences=found,
+    )
+
+
+def gone(rank: RankId) -> Refused:
+    return Refused(
+        reason="gone",
+        message=f"rank {rank} does not hold that generation any more",
+        hint="what is mapped stays valid; the engine maps the new weights when it restarts",
+    )
+
+
+def busy(load: Load) -> Refused:
+    return Refused(reason="busy", message=f"pid {load.pid} is loading generation {load.generation}")
+
+
+def not_the_loader() -> Refused:
+    return Refused(
+        reason="bad_request", message="this peer was not asked to load", hint="ask for a load first"
+    )
+
+
+def nothing_to_load(rank: RankId, generation: int) -> NothingToLoad:
+    return NothingToLoad(message=f"rank {rank} holds generation {generation} already")
+
+
+def wrong_source(rank: RankId, message: AskLoad) -> NothingToLoad | Refused:
+    """For a loader where an engine publishes, and for an engine where a loader loads."""
+    if message.source == "checkpoint":
+        return NothingToLoad(message="the first engine publishes the weights of this instance")
+    return Refused(
+        reason="bad_request",
+        message=f"rank {rank} is loaded from a checkpoint and takes nothing else",
+        hint="wcache up --loader publish makes an instance that an engine fills",
+    )

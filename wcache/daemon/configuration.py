@@ -1,0 +1,72 @@
+"""The instance's configuration as the daemon sees it: the file, or the last good one."""
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from wcache.config import MAX_CONFIG_BYTES, Config, load_config
+from wcache.errors import ConfigError, ProtocolError
+from wcache.memory.memfd import create_sealed, read_sealed
+
+log = logging.getLogger(__name__)
+
+STORED_NAME = "config"
+
+
+class Configuration:
+    """Reads the file again when it changed; a file that can not be used changes nothing.
+
+    The last good configuration is kept beside the weights in the supervisor's store, so that a
+    daemon restarted over a broken file still knows who may attach and what its weights are for.
+    """
+
+    def __init__(self, path: Path, stored_fd: int | None) -> None:
+        """Takes ownership of ``stored_fd``, the descriptor kept under :data:`STORED_NAME`."""
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+        self.current: Config | None = None
+        self.problems: tuple[str, ...] = ()
+        self.stored_fd: int | None = stored_fd
+        if stored_fd is not None:
+            self.current = _read_stored(stored_fd)
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Reads the file if it is not the one read last; True when ``current`` changed."""
+        seen = self._stat()
+        if seen is not None and seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            config = load_config(self._path)
+        except ConfigError as error:
+            self.problems = error.problems or (error.message,)
+            return False
+        self.problems = ()
+        changed = config != self.current
+        self.current = config
+        return changed
+
+    def make_stored(self) -> int:
+        """A new descriptor of the current configuration, to be stored in place of the old one."""
+        if self.stored_fd is not None:
+            os.close(self.stored_fd)
+        self.stored_fd = create_sealed("wcache-config", msgspec.json.encode(self.current))
+        return self.stored_fd
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _read_stored(fd: int) -> Config | None:
+    try:
+        return msgspec.json.decode(read_sealed(fd, MAX_CONFIG_BYTES), type=Config)
+    except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        log.warning("the stored configuration can not be read: %s", error)
+        return None

@@ -1,0 +1,123 @@
+"""What a peer may say when, and what it is answered."""
+
+import logging
+import time
+
+from wcache.daemon.access import may
+from wcache.daemon.connection import Connection
+from wcache.daemon.rank import Rank
+from wcache.paths import RankId
+from wcache.protocol import (
+    MAX_TEXT,
+    PROTOCOL_VERSION,
+    AskLoad,
+    AskReport,
+    Attach,
+    Descriptors,
+    Hello,
+    LeaseReport,
+    LoadFailed,
+    Progress,
+    Publish,
+    Refused,
+    Renew,
+    Reply,
+    Request,
+    Role,
+    StoreAgain,
+    Welcome,
+)
+from wcache.wire import close_all
+
+log = logging.getLogger(__name__)
+
+# Who may say what; everything else said in a role is refused.
+_ROLES: dict[type[Request], Role] = {
+    Attach: "client",
+    Renew: "client",
+    AskLoad: "loader",
+    Progress: "loader",
+    Publish: "loader",
+    LoadFailed: "loader",
+    StoreAgain: "operator",
+}
+
+
+def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_pid: int) -> None:
+    """Answers one message; a refusal that ends the conversation sets ``peer.closing``."""
+    if isinstance(message, Descriptors):
+        return  # they wait in the connection for the message that they belong to
+    fds = peer.take_fds()
+    if fds and not isinstance(message, Publish):
+        close_all(fds)
+        _refuse(peer, Refused(reason="bad_request", message="descriptors came for no message"))
+    elif isinstance(message, Hello):
+        _greet(message, peer, rank, rank_id, own_pid)
+    elif peer.hello is None:
+        close_all(fds)
+        _refuse(peer, Refused(reason="bad_request", message="the first message must be hello"))
+    elif peer.hello.role != _ROLES.get(type(message), peer.hello.role):
+        close_all(fds)
+        kind = type(message).__name__
+        said = f"a {peer.hello.role} can not send {kind}"
+        _refuse(peer, Refused(reason="bad_request", message=said))
+    else:
+        _answer(message, peer, rank, fds)
+
+
+def _greet(message: Hello, peer: Connection, rank: Rank, rank_id: RankId, own_pid: int) -> None:
+    if message.version != PROTOCOL_VERSION:
+        said = f"protocol {message.version} is not spoken here, {PROTOCOL_VERSION} is"
+        hint = "run the same wcache in daemon, loader and engine"
+        _refuse(peer, Refused(reason="version", message=said, hint=hint))
+    elif peer.hello is not None:
+        _refuse(peer, Refused(reason="bad_request", message="hello was said before"))
+    elif not may(peer.peer, rank.access, message.role):
+        log.warning("uid %d (pid %d) was refused as %s", peer.peer.uid, peer.peer.pid, message.role)
+        said = f"uid {peer.peer.uid} may not be a {message.role} of rank {rank_id}"
+        hint = "see [access] in the configuration: group, uids, publishers"
+        _refuse(peer, Refused(reason="permission", message=said, hint=hint))
+    else:
+        peer.hello = message
+        peer.queue(Welcome(instance=rank_id.instance, rank=rank_id.rank, pid=own_pid))
+
+
+def _answer(message: Request, peer: Connection, rank: Rank, fds: list[int]) -> None:
+    number = peer.number
+    reply: Reply | None
+    match message:
+        case AskReport():
+            reply = rank.report()
+        case Attach():
+            reply, given = rank.attach(number, _lease(peer), message)
+            peer.queue(reply, given)
+            return
+        case Renew():
+            reply = rank.renew(number, _lease(peer), message)
+        case AskLoad():
+            reply = rank.ask_load(number, peer.peer.pid, message)
+        case Progress():
+            reply = rank.progress(number, message)
+        case Publish():
+            reply = rank.publish(number, message, fds)
+        case LoadFailed():
+            reply = rank.load_failed(number, message)
+        case StoreAgain():
+            reply = rank.store_again()
+        case _:
+            reply = Refused(reason="bad_request", message="not a request")
+    if reply is not None:
+        peer.queue(reply)
+
+
+def _lease(peer: Connection) -> LeaseReport:
+    """The lease of this peer; the rank fills in the generation."""
+    command = peer.hello.command[:MAX_TEXT] if peer.hello else ""
+    return LeaseReport(
+        pid=peer.peer.pid, uid=peer.peer.uid, command=command, generation=0, since=time.time()
+    )
+
+
+def _refuse(peer: Connection, refusal: Refused) -> None:
+    peer.queue(refusal)
+    peer.closing = True

@@ -1,0 +1,144 @@
+"""One generation of a rank's weights: its descriptors, its manifest, and the checks of both."""
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from wcache import manifest as manifests
+from wcache.daemon.handover import manifest_name, parse_manifest_name, parse_slab_name, slab_name
+from wcache.errors import ManifestError, ProtocolError
+from wcache.manifest import MAX_MANIFEST_BYTES, Manifest, SlabInfo
+from wcache.memory.descriptor import check_descriptor
+from wcache.memory.memfd import read_sealed
+from wcache.protocol import MAX_FDS_PER_TRANSFER, GenerationReport, How
+from wcache.wire import close_all
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Generation:
+    """Owns its descriptors until :meth:`close`."""
+
+    number: int
+    how: How
+    manifest: Manifest
+    manifest_digest: str
+    manifest_fd: int
+    slab_fds: list[int]
+    slabs: tuple[SlabInfo, ...]
+    since: float = field(default_factory=time.time)
+
+    @property
+    def fds(self) -> list[int]:
+        """The manifest's descriptor and then the slabs', as clients get them."""
+        return [self.manifest_fd, *self.slab_fds]
+
+    def named_fds(self) -> list[tuple[str, int]]:
+        """What is stored, in the order in which it must be: the manifest last."""
+        slabs = [(slab_name(self.number, index), fd) for index, fd in enumerate(self.slab_fds)]
+        return [*slabs, (manifest_name(self.number), self.manifest_fd)]
+
+    def close(self) -> None:
+        close_all(self.fds)
+
+    def report(self, *, serving: bool) -> GenerationReport:
+        return GenerationReport(
+            number=self.number,
+            serving=serving,
+            how=self.how,
+            manifest_digest=self.manifest_digest,
+            fingerprint=self.manifest.fingerprint,
+            fingerprint_digest=self.manifest.fingerprint.digest(),
+            weight_bytes=self.manifest.weight_bytes,
+            slab_bytes=sum(slab.nbytes for slab in self.slabs),
+            slabs=len(self.slabs),
+            storages=len(self.manifest.storages),
+            tensors=len(self.manifest.tensors),
+            since=self.since,
+        )
+
+
+def accept(number: int, how: How, fds: Sequence[int], announced: Sequence[SlabInfo]) -> Generation:
+    """Takes what a loader published: the manifest's descriptor and then the slabs'.
+
+    Raises :class:`ManifestError` or :class:`ProtocolError`, and then owns nothing.
+    """
+    if not announced or len(fds) != 1 + len(announced):
+        raise ProtocolError(f"{len(fds)} descriptors for a manifest and {len(announced)} slabs")
+    data = read_sealed(fds[0], MAX_MANIFEST_BYTES)
+    manifest = manifests.decode(data)
+    for index, (fd, slab) in enumerate(zip(fds[1:], announced, strict=True)):
+        try:
+            check_descriptor(fd, slab)
+        except ProtocolError as error:
+            raise ProtocolError(f"slab {index}: {error.message}") from None
+    _check_slabs_are_distinct(fds[1:])
+    if manifest.slabs != tuple(announced):
+        raise ManifestError("manifest names other slabs than those that came")
+    manifests.check(manifest, range_bytes=sum(slab.nbytes for slab in announced))
+    return Generation(
+        number=number,
+        how=how,
+        manifest=manifest,
+        manifest_digest=manifests.digest(data),
+        manifest_fd=fds[0],
+        slab_fds=list(fds[1:]),
+        slabs=tuple(announced),
+    )
+
+
+def adopt(handed_over: dict[str, int]) -> tuple[list[Generation], list[str]]:
+    """Sorts what the supervisor kept into whole generations, by rising number.
+
+    Also returns the names of everything else, closed already, for removal from the store.
+    """
+    slab_fds: dict[int, dict[int, int]] = {}
+    manifest_fds: dict[int, int] = {}
+    for name, fd in handed_over.items():
+        if (slab := parse_slab_name(name)) is not None:
+            slab_fds.setdefault(slab[0], {})[slab[1]] = fd
+        elif (number := parse_manifest_name(name)) is not None:
+            manifest_fds[number] = fd
+    whole: list[Generation] = []
+    for number, manifest_fd in sorted(manifest_fds.items()):
+        try:
+            whole.append(_adopt_one(number, manifest_fd, slab_fds.get(number, {})))
+        except (ManifestError, ProtocolError) as error:
+            log.error("generation %d can not be adopted: %s", number, error.message)
+    kept = {name for generation in whole for name, _ in generation.named_fds()}
+    dropped = [name for name in handed_over if name not in kept]
+    close_all([handed_over[name] for name in dropped])
+    return whole, dropped
+
+
+def _adopt_one(number: int, manifest_fd: int, by_index: dict[int, int]) -> Generation:
+    announced = manifests.decode(read_sealed(manifest_fd, MAX_MANIFEST_BYTES)).slabs
+    if len(announced) >= MAX_FDS_PER_TRANSFER:
+        raise ManifestError(f"manifest names {len(announced)} slabs")
+    if missing := [index for index in range(len(announced)) if index not in by_index]:
+        raise ProtocolError(
+            f"slab {missing[0]} of {len(announced)} was not handed over"
+            " (is the supervisor's store too small?)"
+        )
+    return accept(
+        number, "adopted", [manifest_fd, *(by_index[i] for i in range(len(announced)))], announced
+    )
+
+
+def _check_slabs_are_distinct(fds: Iterable[int]) -> None:
+    """The same memfd given twice would make two storages share bytes unseen.
+
+    Character devices are passed over: every GPU allocation shows the same node.
+    """
+    seen: set[tuple[int, int]] = set()
+    for index, fd in enumerate(fds):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            continue
+        if (status.st_dev, status.st_ino) in seen:
+            raise ProtocolError(f"slab {index} was given before")
+        seen.add((status.st_dev, status.st_ino))

@@ -1,0 +1,83 @@
+"""What the daemon says to its supervisor: sd_notify(3) with the descriptor store."""
+
+import array
+import logging
+import os
+import select
+import socket
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 5.0
+BARRIER_TIMEOUT_S = 5.0
+
+
+class Notifier:
+    """Talks to ``NOTIFY_SOCKET``; without one every call does nothing and nothing is stored.
+
+    The path is resolved anew for each message, so a supervisor that came back is reached.
+    """
+
+    def __init__(self, address: str | None, watchdog_s: float | None) -> None:
+        self._address = "\0" + address[1:] if address and address[0] == "@" else address
+        self.watchdog_s = watchdog_s
+        """The supervisor kills a daemon that is silent for so long; None: it does not."""
+
+    @classmethod
+    def from_environment(cls) -> "Notifier":
+        """Takes the variables out of the environment."""
+        address = os.environ.pop("NOTIFY_SOCKET", None)
+        period_us = os.environ.pop("WATCHDOG_USEC", "")
+        owner = os.environ.pop("WATCHDOG_PID", str(os.getpid()))
+        watched = period_us.isdigit() and owner == str(os.getpid())
+        return cls(address, int(period_us) / 1e6 if watched else None)
+
+    @property
+    def keeps_descriptors(self) -> bool:
+        """True when there is a supervisor to hand descriptors to."""
+        return self._address is not None
+
+    def say(self, *assignments: str) -> None:
+        """Sends assignments such as ``STATUS=…``; a supervisor that is gone is no failure."""
+        self._send(assignments, ())
+
+    def store(self, name: str, fd: int) -> bool:
+        """Hands ``fd`` over; FDPOLL=0 because a memfd or a GPU handle can not be polled."""
+        return self._send(("FDSTORE=1", "FDPOLL=0", f"FDNAME={name}"), (fd,))
+
+    def remove(self, name: str) -> None:
+        self.say("FDSTOREREMOVE=1", f"FDNAME={name}")
+
+    def barrier(self) -> bool:
+        """Waits until everything said before was taken in; False when that is not confirmed.
+
+        The supervisor closes its end of a pipe when it gets there (sd_notify_barrier(3)).
+        """
+        if not self.keeps_descriptors:
+            return True
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            sent = self._send(("BARRIER=1",), (writer,))
+            os.close(writer)
+            writer = -1
+            poll = select.poll()
+            poll.register(reader, select.POLLHUP)
+            return sent and bool(poll.poll(BARRIER_TIMEOUT_S * 1000))
+        finally:
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
+
+    def _send(self, assignments: Sequence[str], fds: Sequence[int]) -> bool:
+        if self._address is None:
+            return False
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.settimeout(SEND_TIMEOUT_S)
+            try:
+                out.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)
+            except OSError as error:
+                log.warning("supervisor was not told %s: %s", assignments[0], error)
+                return False
+        return True

@@ -1,0 +1,422 @@
+"""What a rank holds and who uses it: generations, leases, the load under way.
+
+No sockets here: a peer is a number, and everything it asks for comes in as a call.
+"""
+
+import logging
+import os
+import time
+
+import wcache
+from wcache.config import AccessSection, Config
+from wcache.daemon import answers, ready
+from wcache.daemon.configuration import STORED_NAME, Configuration
+from wcache.daemon.generation import Generation, accept, adopt
+from wcache.daemon.load import Load
+from wcache.daemon.notify import Notifier
+from wcache.errors import ConfigError, ManifestError, ProtocolError
+from wcache.fingerprint import Difference, Fingerprint, compare, wanted_by
+from wcache.manifest import Manifest
+from wcache.paths import RankPaths
+from wcache.protocol import (
+    AskLoad,
+    Attach,
+    Attached,
+    Leased,
+    LeaseReport,
+    LoadFailed,
+    LoadOrder,
+    NothingToLoad,
+    Progress,
+    Publish,
+    Published,
+    Refused,
+    Renew,
+    Report,
+    Stored,
+)
+from wcache.state import RankEvent, RankState, advance
+from wcache.units import size
+from wcache.wire import close_all
+
+log = logging.getLogger(__name__)
+
+# After a restart, clients of a draining generation have this long to renew before it is freed.
+DRAIN_GRACE_S = 30.0
+
+
+class Rank:
+    """One rank's life, from adoption to the last lease."""
+
+    def __init__(self, paths: RankPaths, notifier: Notifier, config_file: Configuration) -> None:
+        self._paths = paths
+        self._notifier = notifier
+        self._configuration = config_file
+        self._generations: dict[int, Generation] = {}
+        self._serving: int | None = None
+        self._leases: dict[int, LeaseReport] = {}
+        self._load: Load | None = None
+        self._since = time.time()
+        self._drain_after = 0.0
+        self._store_problem = ""
+        self._load_problem = ""
+        self._said = ""
+        self.state = RankState.EMPTY
+
+    # --- start ----------------------------------------------------------------------------
+
+    def adopt(self, handed_over: dict[str, int]) -> None:
+        """Takes over what the supervisor kept; anything that is no whole generation is freed."""
+        whole, dropped = adopt(handed_over)
+        for name in dropped:
+            log.warning("descriptor %s belongs to no whole generation and is dropped", name)
+            self._notifier.remove(name)
+        for generation in whole:
+            self._generations[generation.number] = generation
+        if not whole:
+            return
+        self.state = advance(self.state, RankEvent.ADOPTED)
+        self._serving = whole[-1].number
+        self._drain_after = time.monotonic() + DRAIN_GRACE_S
+        held = whole[-1].manifest
+        log.info(
+            "adopted generation %d: %s in %d tensors, nothing read from disk",
+            self._serving,
+            size(held.weight_bytes),
+            len(held.tensors),
+        )
+
+    def begin(self) -> None:
+        """Tells the world what there is; called once the socket listens.
+
+        Raises :class:`ConfigError` when there are neither weights nor a usable configuration.
+        """
+        if not self._generations:
+            if self.config is None:
+                problems = self._configuration.problems
+                raise ConfigError(problems[0], problems=problems)
+            if missing := self._missing_in_configuration():
+                raise ConfigError(missing)
+        for problem in self._configuration.problems:
+            log.error("%s", problem)
+        self._store_config()
+        self.say_status()
+        if self._generations:
+            self._announce()
+        else:
+            ready.withdraw(self._paths)
+            if self.awaits_engine:
+                self._notifier.say("READY=1")
+
+    # --- what others ask ------------------------------------------------------------------
+
+    @property
+    def config(self) -> Config | None:
+        return self._configuration.current
+
+    @property
+    def access(self) -> AccessSection:
+        return self.config.access if self.config else AccessSection()
+
+    @property
+    def awaits_engine(self) -> bool:
+        """True when the first engine is to publish, and no loader."""
+        return self.config is not None and self.config.model.loader == "publish"
+
+    @property
+    def failed(self) -> str:
+        """Why the first load failed; empty while there is hope."""
+        return self._load_problem if self.state is RankState.FAILED else ""
+
+    def attach(
+        self, peer: int, lease: LeaseReport, message: Attach
+    ) -> tuple[Attached | Refused, list[int]]:
+        """Gives the served generation; the descriptors go out in front of the answer."""
+        held = self._served()
+        if held is None:
+            return answers.not_ready(self._paths.id, self.state, self.sentence()), []
+        if message.wanted is not None:
+            found = compare(held.manifest.fingerprint, message.wanted)
+            if found:
+                return answers.mismatch(self._paths.id, found), []
+        self._lease(peer, lease, held)
+        answer = Attached(
+            generation=held.number, manifest_digest=held.manifest_digest, slabs=held.slabs
+        )
+        return answer, held.fds
+
+    def renew(self, peer: int, lease: LeaseReport, message: Renew) -> Leased | Refused:
+        """Takes up the lease of a client that has the generation mapped already."""
+        for held in self._generations.values():
+            if held.manifest_digest == message.manifest_digest:
+                self._lease(peer, lease, held)
+                return Leased(generation=held.number)
+        return answers.gone(self._paths.id)
+
+    def ask_load(
+        self, peer: int, pid: int, message: AskLoad
+    ) -> LoadOrder | NothingToLoad | Refused:
+        """Gives the load to one peer at a time."""
+        if self._load is not None:
+            return answers.busy(self._load)
+        self.refresh_configuration()
+        if self._configuration.problems or self.config is None:
+            return Refused(reason="invalid", message="; ".join(self._configuration.problems))
+        if self.awaits_engine != (message.source == "engine"):
+            return answers.wrong_source(self._paths.id, message)
+        held = self._served()
+        if held is not None and not self.differences():
+            return answers.nothing_to_load(self._paths.id, held.number)
+        number = max(self._generations, default=0) + 1
+        self._load = Load(peer=peer, pid=pid, generation=number)
+        self._step(RankEvent.LOAD_BEGUN)
+        log.info("pid %d loads generation %d of %s", pid, number, self.config.model.path)
+        return LoadOrder(generation=number, config=self.config)
+
+    def progress(self, peer: int, message: Progress) -> Refused | None:
+        if self._load is None or self._load.peer != peer:
+            return answers.not_the_loader()
+        self._load.advance(message)
+        return None
+
+    def publish(self, peer: int, message: Publish, fds: list[int]) -> Published | Refused:
+        """Takes a new generation, has it stored, and serves it; owns ``fds`` from here on."""
+        if self._load is None or self._load.peer != peer:
+            close_all(fds)
+            return answers.not_the_loader()
+        try:
+            new = accept(self._load.generation, "loaded", fds, message.slabs)
+            self._check_is_wanted(new.manifest)
+        except (ManifestError, ProtocolError) as error:
+            close_all(fds)
+            self._end_load(f"what pid {self._load.pid} published is refused: {error.message}")
+            return Refused(reason="invalid", message=error.message, hint=error.hint)
+        self._load = None
+        self._generations[new.number] = new
+        self._load_problem = ""
+        self._store(new)
+        self._serving = new.number
+        self._step(RankEvent.PUBLISHED)
+        self._announce()
+        self.free_drained()
+        log.info(
+            "serving generation %d: %s in %d tensors",
+            new.number,
+            size(new.manifest.weight_bytes),
+            len(new.manifest.tensors),
+        )
+        return Published(generation=new.number)
+
+    def load_failed(self, peer: int, message: LoadFailed) -> Refused | None:
+        if self._load is None or self._load.peer != peer:
+            return answers.not_the_loader()
+        reason = message.message if not message.hint else f"{message.message} ({message.hint})"
+        self._end_load(reason)
+        return None
+
+    def peer_gone(self, peer: int) -> None:
+        """Ends the lease of a peer that is not there any more, and the load that it had."""
+        if self._load is not None and self._load.peer == peer:
+            self._end_load(f"the loader (pid {self._load.pid}) ended before it had published")
+        if self._leases.pop(peer, None) is not None:
+            self.free_drained()
+            self.say_status()
+
+    def store_again(self) -> Stored:
+        """Hands every descriptor to a supervisor that came back after it had died."""
+        count = 0
+        self._store_problem = ""
+        for held in self._generations.values():
+            count += self._store(held)
+        if self._configuration.stored_fd is not None:
+            count += self._notifier.store(STORED_NAME, self._configuration.stored_fd)
+        self._said = ""
+        self.say_status()
+        if self._generations:
+            self._announce()
+        elif self.awaits_engine:
+            self._notifier.say("READY=1")
+        return Stored(count=count)
+
+    def report(self) -> Report:
+        self.refresh_configuration()
+        return Report(
+            instance=self._paths.id.instance,
+            rank=self._paths.id.rank,
+            pid=os.getpid(),
+            version=wcache.__version__,
+            state=self.state,
+            status=self.sentence(),
+            problems=self.problems(),
+            since=self._since,
+            wanted=self._wanted(),
+            differences=self.differences(),
+            expected_fds=self._expected_fds(),
+            generations=tuple(
+                held.report(serving=number == self._serving)
+                for number, held in self._generations.items()
+            ),
+            leases=tuple(self._leases.values()),
+            progress=self._load.report() if self._load is not None else None,
+        )
+
+    # --- what the loop asks ---------------------------------------------------------------
+
+    def free_drained(self) -> None:
+        """Frees generations that are neither served nor leased by anybody."""
+        if time.monotonic() < self._drain_after:
+            return
+        leased = {lease.generation for lease in self._leases.values()}
+        for number in [n for n in self._generations if n != self._serving and n not in leased]:
+            held = self._generations.pop(number)
+            for name, _ in held.named_fds():
+                self._notifier.remove(name)
+            held.close()
+            log.info("freed generation %d: %s", number, size(held.manifest.weight_bytes))
+
+    def refresh_configuration(self) -> None:
+        """Reads the configuration if it changed, and keeps a good one in the store."""
+        before = self._configuration.problems
+        if self._configuration.refresh():
+            self._store_config()
+        if self._configuration.problems != before:
+            for problem in self._configuration.problems:
+                log.error("%s", problem)
+
+    def say_status(self) -> None:
+        """Tells the supervisor the sentence, if it is not the one that it knows."""
+        sentence = self.sentence()
+        if sentence != self._said:
+            self._said = sentence
+            self._notifier.say(f"STATUS={sentence}")
+
+    def extend_start(self, seconds: float) -> None:
+        """Asks the supervisor for more time while the first load is under way."""
+        if self.state is RankState.LOADING:
+            self._notifier.say(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+
+    def sentence(self) -> str:
+        """The state in words, for STATUS= and ``status``."""
+        said = self._state_in_words()
+        if problems := self.problems():
+            said += f"; problem: {problems[0]}"
+        return said
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong and does not keep the rank from serving."""
+        # A first load that failed is the state itself, and said there.
+        failed_before = self._load_problem and not self.failed
+        reload = f"the last load failed: {self._load_problem}" if failed_before else ""
+        missing = self._missing_in_configuration()
+        found = (*self._configuration.problems, missing, self._store_problem, reload)
+        return tuple(problem for problem in found if problem)
+
+    def differences(self) -> tuple[Difference, ...]:
+        """In what the served weights are not what the configuration asks for."""
+        held, wanted = self._served(), self._wanted()
+        if held is None or wanted is None:
+            return ()
+        return compare(held.manifest.fingerprint, wanted)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _served(self) -> Generation | None:
+        return None if self._serving is None else self._generations[self._serving]
+
+    def _wanted(self) -> Fingerprint | None:
+        config, rank = self.config, self._paths.id.rank
+        if config is None or not 0 <= rank < config.ranks.world_size:
+            return None
+        return wanted_by(config, rank)
+
+    def _missing_in_configuration(self) -> str:
+        """Says that the configuration has no such rank; empty when it has, or is none."""
+        rank, config = self._paths.id.rank, self.config
+        if config is None or rank in range(config.ranks.world_size):
+            return ""
+        return f"the configuration has {config.ranks.world_size} ranks, and none with number {rank}"
+
+    def _check_is_wanted(self, published: Manifest) -> None:
+        wanted = self._wanted()
+        found = compare(published.fingerprint, wanted) if wanted is not None else ()
+        if found:
+            raise ManifestError(
+                "published weights are not the wanted ones: " + "; ".join(map(str, found))
+            )
+        slab, device = published.slabs[0], wanted and wanted.device
+        if (slab.kind == "cuda") != (device == "cuda"):
+            raise ManifestError(f"published slabs are {slab.kind} memory, wanted is {device}")
+
+    def _step(self, event: RankEvent) -> None:
+        self.state = advance(self.state, event)
+        self.say_status()
+
+    def _lease(self, peer: int, lease: LeaseReport, held: Generation) -> None:
+        self._leases[peer] = LeaseReport(
+            pid=lease.pid,
+            uid=lease.uid,
+            command=lease.command,
+            generation=held.number,
+            since=lease.since,
+        )
+        self.say_status()
+
+    def _end_load(self, reason: str) -> None:
+        log.error("load failed: %s", reason)
+        self._load, self._load_problem = None, reason
+        # A publisher that died is no fault of the configuration: the next engine may publish.
+        abandoned = self.awaits_engine and self.state is RankState.LOADING
+        self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
+
+    def _store(self, held: Generation) -> int:
+        """Has the supervisor keep a generation; a failure is a problem, not an end."""
+        if not self._notifier.keeps_descriptors:
+            self._store_problem = "no supervisor keeps the descriptors: a restart loses the weights"
+            return 0
+        stored = sum(self._notifier.store(name, fd) for name, fd in held.named_fds())
+        if stored < len(held.fds) or not self._notifier.barrier():
+            self._store_problem = (
+                f"the supervisor did not confirm the {len(held.fds)} descriptors of generation"
+                f" {held.number}: a restart may lose the weights"
+            )
+            log.error("%s", self._store_problem)
+        return stored
+
+    def _store_config(self) -> None:
+        if self.config is None:
+            return
+        self._notifier.remove(STORED_NAME)
+        self._notifier.store(STORED_NAME, self._configuration.make_stored())
+
+    def _expected_fds(self) -> int:
+        held = sum(len(generation.fds) for generation in self._generations.values())
+        return held + (self._configuration.stored_fd is not None)
+
+    def _announce(self) -> None:
+        """``.ready`` and READY=1, in that order: after the store has confirmed."""
+        held = self._served()
+        if held is None:
+            return
+        try:
+            ready.announce(self._paths, held.report(serving=True))
+        except OSError as error:  # a full /run must not end a daemon that holds weights
+            log.error("ready file can not be written: %s", error)
+        self._notifier.say("READY=1")
+
+    def _state_in_words(self) -> str:
+        if self.state is RankState.FAILED:
+            return f"load failed: {self._load_problem}"
+        held, words = self._served(), []
+        if held is not None:
+            leases = len(self._leases)
+            words.append(
+                f"serving generation {held.number}: {size(held.manifest.weight_bytes)}"
+                f" in {len(held.manifest.tensors)} tensors,"
+                f" {leases} {'lease' if leases == 1 else 'leases'}"
+            )
+        if self._load is not None:
+            words.append(f"loading generation {self._load.generation}: {self._load.in_words()}")
+        if not words:
+            who = "the first engine to publish" if self.awaits_engine else "the loader"
+            words.append(f"empty, waiting for {who}")
+        return "; ".join(words)

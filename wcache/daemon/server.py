@@ -1,0 +1,160 @@
+"""The control socket: who is connected, and one loop that serves them all."""
+
+import logging
+import os
+import selectors
+import socket
+import time
+from pathlib import Path
+
+from wcache.config import AccessSection
+from wcache.daemon.access import group_of, socket_mode
+from wcache.daemon.connection import Connection
+from wcache.daemon.conversation import handle
+from wcache.daemon.rank import Rank
+from wcache.errors import ProtocolError, TryAgainError
+from wcache.paths import RankPaths, check_socket_path
+from wcache.protocol import REQUESTS, Refused, decode_body
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+BACKLOG = 128
+
+
+class Server:
+    """Serves one rank; :meth:`step` is called again and again by the daemon's loop."""
+
+    def __init__(self, paths: RankPaths, rank: Rank) -> None:
+        self._paths = paths
+        self._rank = rank
+        self._connections: dict[int, Connection] = {}
+        self._next_number = 1
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listen(paths.socket)
+        self._access: AccessSection | None = None
+        self.apply_access(rank.access)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def wake_by(self, fd: int) -> None:
+        """Has :meth:`step` return when ``fd`` becomes readable: the signals' pipe."""
+        self._selector.register(fd, selectors.EVENT_READ)
+
+    def apply_access(self, access: AccessSection) -> None:
+        """Sets the socket's group and mode; who connects is checked again by credentials."""
+        if access == self._access:
+            return
+        self._access = access
+        group = group_of(access)
+        try:
+            if group is not None:
+                os.chown(self._paths.socket, -1, group)
+            self._paths.socket.chmod(socket_mode(access))
+        except OSError as error:
+            log.error("permissions of %s can not be set: %s", self._paths.socket, error)
+
+    def step(self, timeout_s: float) -> None:
+        """Waits for at most ``timeout_s`` and serves whoever has something to say."""
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.fileobj, Connection):
+                self._serve(key.fileobj, events)
+            else:
+                os.read(key.fd, 4096)
+        now = time.monotonic()
+        for peer in [p for p in self._connections.values() if p.is_overdue(now)]:
+            log.warning("pid %d said half a message and nothing more", peer.peer.pid)
+            self._end(peer)
+
+    def close(self) -> None:
+        """Ends every conversation and removes the socket, as far as it is still ours."""
+        for peer in list(self._connections.values()):
+            self._selector.unregister(peer)
+            peer.close()
+        self._connections.clear()
+        self._listener.close()
+        self._selector.close()
+        self._paths.socket.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:  # the peer is gone again, or descriptors are short for a moment
+            log.warning("a connection could not be accepted: %s", error)
+            return
+        peer = Connection(self._next_number, accepted)
+        self._next_number += 1
+        if len(self._connections) >= MAX_CONNECTIONS:
+            log.warning("more than %d connections, pid %d is refused", MAX_CONNECTIONS,
+                        peer.peer.pid)  # fmt: skip
+            peer.close()
+            return
+        self._connections[peer.number] = peer
+        self._selector.register(peer, selectors.EVENT_READ)
+
+    def _serve(self, peer: Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                peer.flush()
+            if events & selectors.EVENT_READ:
+                self._converse(peer)
+        except ProtocolError as error:
+            log.warning("pid %d does not keep to the protocol: %s", peer.peer.pid, error.message)
+            self._say_last(peer, Refused(reason="bad_request", message=error.message))
+            self._end(peer)
+            return
+        except OSError:  # its end of the connection is gone
+            self._end(peer)
+            return
+        if peer.closing and not peer.wants_to_write:
+            self._end(peer)
+            return
+        write = selectors.EVENT_WRITE if peer.wants_to_write else 0
+        self._selector.modify(peer, selectors.EVENT_READ | write)
+
+    def _converse(self, peer: Connection) -> None:
+        for body in peer.read():
+            if peer.closing:
+                return
+            message = decode_body(body, REQUESTS)
+            handle(message, peer, self._rank, self._paths.id, os.getpid())
+
+    def _say_last(self, peer: Connection, refusal: Refused) -> None:
+        try:
+            peer.queue(refusal)
+        except OSError:
+            return
+
+    def _end(self, peer: Connection) -> None:
+        self._selector.unregister(peer)
+        peer.close()
+        del self._connections[peer.number]
+        self._rank.peer_gone(peer.number)
+
+
+def _listen(path: Path) -> socket.socket:
+    """Binds ``path``, in place of what a daemon that was killed has left there.
+
+    Raises :class:`TryAgainError` when somebody answers on it.
+    """
+    check_socket_path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+            raise TryAgainError(
+                f"another daemon answers on {path}", hint="wcache status shows its pid"
+            )
+        except (FileNotFoundError, ConnectionRefusedError):
+            path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # Nobody can connect before its mode is set: the file appears with no permissions at all.
+    before = os.umask(0o777)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
