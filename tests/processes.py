@@ -34,6 +34,10 @@ def end(process: "subprocess.Popen[bytes]", how: signal.Signals = signal.SIGKILL
     return process.wait(PATIENCE_S)
 
 
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
 class Store:
     """The notify socket and descriptor store that a supervisor would keep for one daemon."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from wcache import manifest as manifests
-from wcache.control import Channel, Control
+from wcache.control import Channel, Control, connect_socket
 from wcache.fingerprint import Fingerprint
 from wcache.manifest import Manifest, SlabInfo, Storage, Tensor
 from wcache.memory.memfd import create_sealed
@@ -70,9 +70,7 @@ def publish(paths: RankPaths, slabs: list[bytes]) -> Manifest:
 
 def raw_channel(paths: RankPaths) -> tuple[socket.socket, Channel]:
     """A connection that has not greeted, for peers that misbehave."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(20)
-    connection.connect(str(paths.socket))
+    connection = connect_socket(paths.socket, "the rank", 20)
     return connection, Channel(connection)
 
 

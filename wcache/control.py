@@ -57,6 +57,10 @@ class RefusedError(WcacheError):
     refusal: Refused
 
 
+class SilentDaemonError(NoSuchRankError):
+    """Somebody listens and does not answer: a daemon that is stuck, not one that is absent."""
+
+
 def refusal_error(refusal: Refused) -> WcacheError:
     """The exception that ``refusal`` becomes; it carries the refusal as ``refusal``."""
     error = _REFUSALS.get(refusal.reason, RefusedError)(refusal.message, hint=refusal.hint)
@@ -93,7 +97,9 @@ class Channel:
     def _send_frame(self, frame: bytes, fds: Sequence[int]) -> None:
         view = memoryview(frame)
         sent = send(self._socket, view, fds)
-        self._socket.sendall(view[sent:])
+        # Not with nothing left: that is a send of its own, and fails if the peer has hung up since.
+        if sent < len(view):
+            self._socket.sendall(view[sent:])
 
     def receive_body(self) -> bytes:
         """The content of the next frame; raises ``ConnectionError`` at the end of the stream."""
@@ -150,7 +156,9 @@ class Control:
                 )
         except (ConnectionError, TimeoutError) as error:
             channel.close()
-            raise NoSuchRankError(f"daemon of rank {paths.id} does not answer: {error}") from None
+            raise SilentDaemonError(
+                f"daemon of rank {paths.id} does not answer: {error}"
+            ) from None
         except BaseException:
             channel.close()
             raise
@@ -222,7 +230,7 @@ def connect_socket(path: Path, whose: str, timeout_s: float) -> socket.socket:
         ) from None
     except TimeoutError:
         connection.close()
-        raise NoSuchRankError(f"{whose} does not answer within {timeout_s:g} s") from None
+        raise SilentDaemonError(f"{whose} does not answer within {timeout_s:g} s") from None
     except BaseException:
         connection.close()
         raise

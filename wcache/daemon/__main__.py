@@ -83,7 +83,7 @@ def _serve(server: Server, rank: Rank, notifier: Notifier, signals: Signals) -> 
             rank.refresh_configuration()
         if now - housekeeping >= step_s:
             housekeeping = now
-            notifier.say("WATCHDOG=1")
+            notifier.mention("WATCHDOG=1")
             server.apply_access(rank.access)
             rank.extend_start(EXTENSION_S)
             rank.free_drained()

@@ -38,9 +38,13 @@ class Notifier:
         """True when there is a supervisor to hand descriptors to."""
         return self._address is not None
 
-    def say(self, *assignments: str) -> None:
-        """Sends assignments such as ``STATUS=…``; a supervisor that is gone is no failure."""
-        self._send(assignments, ())
+    def say(self, *assignments: str) -> bool:
+        """Sends assignments such as ``READY=1``; a supervisor that is gone is no failure."""
+        return self._send(assignments, ())
+
+    def mention(self, *assignments: str) -> bool:
+        """Sends what will be said again anyway, and rather drops it than waits."""
+        return self._send(assignments, (), timeout_s=0)
 
     def store(self, name: str, fd: int) -> bool:
         """Hands ``fd`` over; FDPOLL=0 because a memfd or a GPU handle can not be polled."""
@@ -69,12 +73,14 @@ class Notifier:
             if writer >= 0:
                 os.close(writer)
 
-    def _send(self, assignments: Sequence[str], fds: Sequence[int]) -> bool:
+    def _send(
+        self, assignments: Sequence[str], fds: Sequence[int], timeout_s: float = SEND_TIMEOUT_S
+    ) -> bool:
         if self._address is None:
             return False
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
-            out.settimeout(SEND_TIMEOUT_S)
+            out.settimeout(timeout_s)
             try:
                 out.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)
             except OSError as error:

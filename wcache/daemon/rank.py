@@ -286,14 +286,13 @@ class Rank:
     def say_status(self) -> None:
         """Tells the supervisor the sentence, if it is not the one that it knows."""
         sentence = self.sentence()
-        if sentence != self._said:
+        if sentence != self._said and self._notifier.mention(f"STATUS={sentence}"):
             self._said = sentence
-            self._notifier.say(f"STATUS={sentence}")
 
     def extend_start(self, seconds: float) -> None:
         """Asks the supervisor for more time while the first load is under way."""
         if self.state is RankState.LOADING:
-            self._notifier.say(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+            self._notifier.mention(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def sentence(self) -> str:
         """The state in words, for STATUS= and ``status``."""

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lint, types and every test that this machine can run, in a virtual environment of the checkout's own.
+#
+#   scripts/test.sh [PYTEST ARGUMENT...]
+#
+# Run it again at any time: what is installed already is kept.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/venv.sh
+make_venv .venv dev
+
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest "$@"

@@ -1,0 +1,19 @@
+# Sourced by the other scripts: a virtual environment in the checkout with wcache and one extra.
+# shellcheck shell=bash
+
+# A build that runs on the CPU and that is known to work; an open range would take gigabytes.
+readonly TORCH=torch==2.13.0
+
+# make_venv FOLDER EXTRA: makes or completes FOLDER and activates it.
+make_venv() {
+  local folder=$1 extra=$2 wanted
+  wanted=$(cat pyproject.toml scripts/venv.sh | sha256sum | cut -c1-64)
+  [[ -x $folder/bin/python ]] || "${PYTHON:-python3}" -m venv "$folder"
+  # shellcheck disable=SC1091
+  source "$folder/bin/activate"
+  if [[ ! -f $folder/installed || $(<"$folder/installed") != "$extra $wanted" ]]; then
+    echo "installing wcache[$extra] into $folder" >&2
+    python -m pip install --quiet --disable-pip-version-check "$TORCH" --editable ".[$extra]" >&2
+    echo "$extra $wanted" >"$folder/installed"
+  fi
+}
