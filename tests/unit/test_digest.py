@@ -15,7 +15,7 @@ DATA = st.binary(min_size=1, max_size=200)
 CHUNK_BYTES = st.sampled_from([1, 8, 16, 24, 64, 1 << 20])
 
 
-def run(data: bytes) -> torch.Tensor:
+def run(data: bytes | bytearray) -> torch.Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 

@@ -1,0 +1,221 @@
+"""What GPU memory does beyond any memory: contexts, UUIDs, kinds of access, the digest."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import wait_for
+from wcache import devices
+from wcache.errors import WcacheError
+from wcache.manifest import SlabInfo
+from wcache.memory import driver
+from wcache.memory.cuda import CudaMemory
+from wcache.memory.descriptor import check_descriptor
+from wcache.memory.digest import digest, digests
+from wcache.memory.slab import Access, Slab
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not driver.driver_available(), reason="no NVIDIA driver"),
+]
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+LARGE = 512 * MIB
+
+Create = Callable[[int], Slab]
+
+
+@pytest.fixture
+def memory() -> CudaMemory:
+    return CudaMemory(next(iter(driver.device_ordinals())))
+
+
+@pytest.fixture
+def create(memory: CudaMemory) -> Iterator[Create]:
+    """Makes slabs that are closed after the test."""
+    with ExitStack() as stack:
+
+        def make(nbytes: int) -> Slab:
+            slab = memory.create(nbytes)
+            stack.callback(slab.close)
+            return slab
+
+        yield make
+
+
+def fresh(code: str, environment: dict[str, str] | None = None) -> str:
+    """Runs ``code`` in a process that has not touched the GPU and returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=100,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+def test_creating_needs_no_context() -> None:
+    said = fresh(
+        "from wcache.memory import driver, open_memory\n"
+        "uuid, ordinal = next(iter(driver.device_ordinals().items()))\n"
+        "memory = open_memory('cuda', device_uuid=uuid)\n"
+        "slab = memory.create(4 << 20)\n"
+        "import sys\n"
+        "print(driver.has_context(ordinal), 'torch' in sys.modules, memory.free_bytes() > 0)\n"
+    )
+    assert said == "False False True"
+
+
+def test_mapping_makes_the_context_that_torch_uses(memory: CudaMemory, create: Create) -> None:
+    slab = create(2 * MIB)
+    mapping = memory.map([slab], Access.WRITE)
+    assert driver.has_context(torch.device(memory.device).index)
+    mapping.tensor().fill_(5)
+    on_torchs_own = torch.full((2 * MIB,), 5, dtype=torch.uint8, device=memory.device)
+    assert torch.equal(mapping.tensor(), on_torchs_own)
+    mapping.close()
+
+
+def test_the_first_map_may_come_before_torch_has_started() -> None:
+    said = fresh(
+        "from wcache.memory import driver, open_memory\n"
+        "from wcache.memory.slab import Access\n"
+        "uuid = next(iter(driver.device_ordinals()))\n"
+        "memory = open_memory('cuda', device_uuid=uuid)\n"
+        "slab = memory.create(4 << 20)\n"
+        "mapping = memory.map([slab], Access.WRITE)\n"
+        "mapping.tensor().fill_(2)\n"
+        "print(int(mapping.tensor().long().sum()) == 2 * (4 << 20))\n"
+    )
+    assert said == "True"
+
+
+def test_a_uuid_is_the_one_that_nvml_and_torch_say(memory: CudaMemory) -> None:
+    assert devices.gpu(memory.device_uuid or "").uuid == memory.device_uuid
+    properties = torch.cuda.get_device_properties(torch.device(memory.device))
+    assert f"GPU-{properties.uuid}" == memory.device_uuid
+
+
+def test_every_visible_gpu_is_numbered_as_torch_numbers_it() -> None:
+    for uuid, ordinal in driver.device_ordinals().items():
+        assert f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}" == uuid
+
+
+def test_visible_devices_are_the_drivers() -> None:
+    uuids = [gpu.uuid for gpu in devices.visible_gpus()]
+    assert sorted(uuids) == sorted(driver.device_ordinals())
+    code = "from wcache.memory import driver; print(*driver.device_ordinals())"
+    assert fresh(code, {"CUDA_VISIBLE_DEVICES": uuids[-1]}) == uuids[-1]
+    code = "from wcache.memory import driver; print(driver.driver_available())"
+    assert fresh(code, {"CUDA_VISIBLE_DEVICES": ""}) == "False"
+
+
+def test_a_gpu_that_is_not_visible_is_refused_with_those_that_are() -> None:
+    with pytest.raises(WcacheError, match="is not visible to this process") as raised:
+        CudaMemory("GPU-00000000-0000-0000-0000-000000000000")
+    assert next(iter(driver.device_ordinals())) in raised.value.hint
+
+
+def test_there_are_no_private_pages(memory: CudaMemory, create: Create) -> None:
+    with pytest.raises(WcacheError, match="no private pages"):
+        memory.map([create(2 * MIB)], Access.PRIVATE)
+
+
+def test_a_slab_of_another_gpu_is_refused(memory: CudaMemory, create: Create) -> None:
+    slab = create(2 * MIB)
+    other = Slab(os.dup(slab.fd), SlabInfo(kind="cuda", nbytes=2 * MIB, device_uuid="GPU-x"))
+    with pytest.raises(WcacheError, match="slab lies on GPU GPU-x"):
+        memory.map([other], Access.READ)
+    other.close()
+
+
+def test_a_descriptor_that_is_no_gpu_memory_is_refused_and_nothing_stays(
+    memory: CudaMemory, create: Create
+) -> None:
+    good = create(2 * MIB)
+    info = SlabInfo(kind="cuda", nbytes=2 * MIB, device_uuid=memory.device_uuid)
+    bad = Slab(os.memfd_create("x"), info)
+    with pytest.raises(WcacheError, match="the CUDA driver refused"):
+        memory.map([good, bad], Access.READ)
+    bad.close()
+    mapping = memory.map([good], Access.READ)
+    mapping.close()
+
+
+def test_a_slab_that_is_smaller_than_said_is_refused(memory: CudaMemory, create: Create) -> None:
+    slab = create(2 * MIB)
+    info = SlabInfo(kind="cuda", nbytes=4 * MIB, device_uuid=memory.device_uuid)
+    lie = Slab(os.dup(slab.fd), info)
+    with pytest.raises(WcacheError, match="the CUDA driver refused"):
+        memory.map([lie], Access.READ)
+    lie.close()
+
+
+def test_a_daemon_sees_what_an_exported_descriptor_is(create: Create) -> None:
+    """Says in the output (-rP) what the driver's descriptors look like from outside."""
+    slab = create(2 * MIB)
+    status = os.fstat(slab.fd)
+    link = Path(f"/proc/self/fd/{slab.fd}").readlink()
+    print(f"mode {status.st_mode:o} device {os.major(status.st_rdev)}: {link}")
+    check_descriptor(slab.fd, slab.info)
+
+
+def test_a_queued_kernel_still_finds_its_memory(memory: CudaMemory, create: Create) -> None:
+    slab = create(LARGE)
+    mapping = memory.map([slab], Access.WRITE)
+    tensor = mapping.tensor()
+    for value in range(50):
+        tensor.fill_(value)
+    mapping.close()
+    del mapping, tensor
+    torch.cuda.synchronize()
+    reader = memory.map([slab], Access.READ)
+    assert int(reader.tensor().max()) == int(reader.tensor().min()) == 49
+    reader.close()
+
+
+def test_closing_every_descriptor_frees_the_memory(memory: CudaMemory) -> None:
+    memory.create(2 * MIB).close()
+    before = memory.free_bytes()
+    slab = memory.create(LARGE)
+    wait_for(lambda: memory.free_bytes() <= before - LARGE // 2, "the memory is taken")
+    slab.close()
+    wait_for(lambda: memory.free_bytes() > before - LARGE // 2, "the memory is given back")
+
+
+def test_mapping_and_unmapping_a_hundred_times_leaves_nothing(
+    memory: CudaMemory, create: Create
+) -> None:
+    slabs = [create(64 * MIB) for _ in range(4)]
+    memory.map(slabs, Access.READ).close()
+    before = memory.free_bytes()
+    for _ in range(100):
+        memory.map(slabs, Access.READ).close()
+    wait_for(lambda: memory.free_bytes() > before - 64 * MIB, "the memory is given back")
+
+
+def test_the_digest_is_the_hosts(memory: CudaMemory) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randint(0, 256, (40 * MIB + 5,), dtype=torch.uint8, generator=generator)
+    assert digest(data.to(memory.device)) == digest(data)
+    runs = [data[:n] for n in (0, 1, 8, 4096, 33 * MIB)]
+    assert digests([run.to(memory.device) for run in runs]) == digests(runs)
+    assert digests([data, data.to(memory.device)]) == [digest(data)] * 2
+
+
+def test_the_digest_needs_little_memory(memory: CudaMemory) -> None:
+    data = torch.zeros(LARGE, dtype=torch.uint8, device=memory.device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    digest(data)
+    assert torch.cuda.max_memory_allocated() - before <= 64 * MIB

@@ -1,0 +1,126 @@
+"""The GPUs of this machine as NVML sees them: the only module that imports pynvml."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from wcache.errors import WcacheError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU at the moment of asking."""
+
+    index: int
+    """NVML's, in the order of PCI addresses; CUDA may number the GPUs differently."""
+    uuid: str
+    """``GPU-…``, as the driver names it too."""
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """What no process and no descriptor holds."""
+    persistence: bool | None
+    """Whether the device stays initialised without users; None where the driver does not say.
+
+    Without it the memory that descriptors hold is lost with the device's last user."""
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Every GPU, whatever CUDA_VISIBLE_DEVICES says; none where there is no driver."""
+    with _nvml() as nvml:
+        return tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+
+
+def gpu(uuid: str) -> Gpu:
+    """The GPU with that UUID; raises :class:`WcacheError` when there is none."""
+    present = gpus()
+    for candidate in present:
+        if candidate.uuid == uuid:
+            return candidate
+    names = ", ".join(candidate.uuid for candidate in present)
+    hint = f"GPUs are {names}" if names else "NVML shows no GPU: is the NVIDIA driver loaded?"
+    raise WcacheError(f"there is no GPU {uuid} on this machine", hint=hint)
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all where it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus() if value is None else select(gpus(), value)
+
+
+def select(present: tuple[Gpu, ...], value: str) -> tuple[Gpu, ...]:
+    """Applies a CUDA_VISIBLE_DEVICES ``value`` of indices or of the beginnings of UUIDs.
+
+    As in CUDA, the first entry that names no GPU, or more than one, ends the list, and a GPU that
+    is named twice leaves none. Indices count as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is the
+    default order as well where all GPUs are of one kind.
+    """
+    chosen: list[Gpu] = []
+    for entry in value.split(","):
+        matches = [candidate for candidate in present if _matches(candidate, entry.strip())]
+        if len(matches) != 1:
+            break
+        if matches[0] in chosen:
+            return ()
+        chosen += matches
+    return tuple(chosen)
+
+
+def _matches(candidate: Gpu, entry: str) -> bool:
+    if entry.isdecimal():
+        return candidate.index == int(entry)
+    return entry.startswith("GPU-") and candidate.uuid.startswith(entry)
+
+
+class _NoGpus:
+    """What stands for NVML where there is no driver."""
+
+    @staticmethod
+    def nvmlDeviceGetCount() -> int:
+        return 0
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """pynvml between its init and its shutdown, which NVML counts, so that this may nest."""
+    # 24 ms: not for a command that asks for no GPU. It has no type stubs, hence Any.
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no library, no driver, or no permission: no GPU for this process
+        yield _NoGpus
+        return
+    try:
+        yield pynvml
+    except pynvml.NVMLError as error:
+        raise WcacheError(f"NVML failed: {str(error).lower()}", hint="see nvidia-smi") from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        persistence=_persistence(nvml, handle),
+    )
+
+
+def _persistence(nvml: Any, handle: Any) -> bool | None:
+    try:
+        return bool(nvml.nvmlDeviceGetPersistenceMode(handle))
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    """pynvml before version 11.515 gives bytes."""
+    return value.decode() if isinstance(value, bytes) else value
