@@ -1,0 +1,108 @@
+"""Small checkpoints for tests: a Llama in miniature, and files with any header that is wanted."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 48, 6, 3, 8, 96, 60
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a Llama with 6 heads, 3 key-value heads and 2 layers."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    return config | changes
+
+
+def llama_tensors(
+    *, layers: int = 2, dtype: torch.dtype = torch.bfloat16, head: bool = False, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Random weights for :func:`llama_config`; ``head`` for one that is not tied."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (HIDDEN,),
+            prefix + "post_attention_layernorm.weight": (HIDDEN,),
+            prefix + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            prefix + "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+            prefix + "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+            prefix + "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
+    shapes["model.norm.weight"] = (HIDDEN,)
+    if head:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any] | None = None,
+    *,
+    shards: int = 1,
+) -> Path:
+    """A checkpoint as save_pretrained writes it: one file, or an index and ``shards`` files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, llama_config() if config is None else config)
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map: dict[str, str] = {}
+    names = list(tensors)
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = names[shard::shards]
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    write_index(folder, weight_map)
+    return folder
+
+
+def write_llama(folder: Path, **changes: Any) -> Path:
+    """A tied Llama in one file; ``changes`` are to its config."""
+    config = llama_config(**changes)
+    head = not config["tie_word_embeddings"]
+    tensors = llama_tensors(layers=config["num_hidden_layers"], head=head)
+    return write_checkpoint(folder, tensors, config)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def raw_file(header: Mapping[str, Any] | bytes, data: bytes, *, length: int | None = None) -> bytes:
+    """A safetensors file with whatever header; ``length`` is what it says of the header's."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def info(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, Any]:
+    """A tensor's entry in a header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}

@@ -1,0 +1,16 @@
+"""Checkpoints on disk: reading and checking what they declare, without torch."""
+
+from wcache.checkpoint.folder import Checkpoint, CheckpointConfig, open_checkpoint
+from wcache.checkpoint.header import CheckpointFile, TensorEntry
+from wcache.checkpoint.identity import Identity, diff, identify
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointFile",
+    "Identity",
+    "TensorEntry",
+    "diff",
+    "identify",
+    "open_checkpoint",
+]

@@ -1,0 +1,1 @@
+"""The loader: plans, reads and publishes one rank's weights."""
