@@ -41,7 +41,8 @@ wcache.publish(module)
 seconds = time.perf_counter() - began
 print(f"published {nbytes / 2**30:.1f} GiB, {count} tensors, in {seconds:.2f} s", flush=True)
 with open(handles, "wb") as file:
-    file.write(ForkingPickler.dumps([(n, reduce_tensor(p.data)) for n, p in module.named_parameters()]))
+    exported = [(name, reduce_tensor(p.data)) for name, p in module.named_parameters()]
+    file.write(ForkingPickler.dumps(exported))
 print("exported", flush=True)
 sys.stdin.readline()
 """

@@ -38,6 +38,16 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def settled_files(pid: int) -> int:
+    """Open files of ``pid`` once connections that have just ended are closed there too."""
+    seen, since = open_files(pid), time.monotonic()
+    while time.monotonic() - since < 0.1:
+        time.sleep(0.01)
+        if (now := open_files(pid)) != seen:
+            seen, since = now, time.monotonic()
+    return seen
+
+
 class Store:
     """The notify socket and descriptor store that a supervisor would keep for one daemon."""
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.daemons import Start, attach, published, report
 from tests.places import Places, publish_config
-from tests.processes import Store, daemon_log, open_files, wait_for
+from tests.processes import Store, daemon_log, open_files, settled_files, wait_for
 from tests.publishing import content, head, manifest, offered, raw_channel
 from wcache.config import AccessSection
 from wcache.control import Control, receive_reply
@@ -48,7 +48,7 @@ def served(places: Places, store: Store, start: Start) -> Iterator[int]:
     places.write_config(publish_config())
     daemon = start()
     published(places, store, [content(b"a")])
-    before = open_files(daemon.pid)
+    before = settled_files(daemon.pid)
     yield daemon.pid
     wait_for(lambda: open_files(daemon.pid) == before, "every descriptor of the peer is closed")
     with Control.connect(places.rank(), "client") as control:

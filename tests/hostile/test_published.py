@@ -9,7 +9,7 @@ import pytest
 
 from tests.daemons import Start, report
 from tests.places import Places, publish_config
-from tests.processes import open_files, wait_for
+from tests.processes import open_files, settled_files, wait_for
 from tests.publishing import SLAB_BYTES, content, manifest, slab
 from wcache import manifest as manifests
 from wcache.control import Control
@@ -213,8 +213,7 @@ def test_host_memory_can_not_pass_for_a_gpus(places: Places, start: Start) -> No
 def test_refused_weights_cost_no_descriptor(places: Places, start: Start) -> None:
     places.write_config(publish_config())
     daemon = start()
-    report(places)
-    before = open_files(daemon.pid)
+    before = settled_files(daemon.pid)
     for _ in range(20):
         offer(places, with_storage(offset=8), [slab(content(b"a"))])
     report(places)

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.unit
 @given(bodies=st.lists(st.binary(min_size=1, max_size=50), max_size=8), data=st.data())
 def test_frames_survive_any_cut(bodies: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
-    reader, seen = FrameReader(), []
+    reader = FrameReader()
+    seen: list[bytes] = []
     while stream:
         cut = data.draw(st.integers(1, len(stream)))
         seen += reader.feed(stream[:cut])

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from wcache import manifest as manifests
 from wcache.daemon.handover import manifest_name, parse_manifest_name, parse_slab_name, slab_name
 from wcache.errors import ManifestError, ProtocolError
-from wcache.manifest import MAX_MANIFEST_BYTES, Manifest, SlabInfo
+from wcache.fingerprint import Fingerprint
+from wcache.manifest import MAX_MANIFEST_BYTES, SlabInfo
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
 from wcache.protocol import MAX_FDS_PER_TRANSFER, GenerationReport, How
@@ -21,11 +22,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
-    """Owns its descriptors until :meth:`close`."""
+    """Owns its descriptors until :meth:`close`.
+
+    Of the manifest only the sums are kept in memory: decoded, that of 20,000 tensors would be most
+    of what a daemon weighs, and nobody asks the daemon about a tensor.
+    """
 
     number: int
     how: How
-    manifest: Manifest
+    fingerprint: Fingerprint
+    weight_bytes: int
+    storages: int
+    tensors: int
     manifest_digest: str
     manifest_fd: int
     slab_fds: list[int]
@@ -51,13 +59,13 @@ class Generation:
             serving=serving,
             how=self.how,
             manifest_digest=self.manifest_digest,
-            fingerprint=self.manifest.fingerprint,
-            fingerprint_digest=self.manifest.fingerprint.digest(),
-            weight_bytes=self.manifest.weight_bytes,
+            fingerprint=self.fingerprint,
+            fingerprint_digest=self.fingerprint.digest(),
+            weight_bytes=self.weight_bytes,
             slab_bytes=sum(slab.nbytes for slab in self.slabs),
             slabs=len(self.slabs),
-            storages=len(self.manifest.storages),
-            tensors=len(self.manifest.tensors),
+            storages=self.storages,
+            tensors=self.tensors,
             since=self.since,
         )
 
@@ -83,7 +91,10 @@ def accept(number: int, how: How, fds: Sequence[int], announced: Sequence[SlabIn
     return Generation(
         number=number,
         how=how,
-        manifest=manifest,
+        fingerprint=manifest.fingerprint,
+        weight_bytes=manifest.weight_bytes,
+        storages=len(manifest.storages),
+        tensors=len(manifest.tensors),
         manifest_digest=manifests.digest(data),
         manifest_fd=fds[0],
         slab_fds=list(fds[1:]),

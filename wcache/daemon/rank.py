@@ -16,7 +16,6 @@ from wcache.daemon.load import Load
 from wcache.daemon.notify import Notifier
 from wcache.errors import ConfigError, ManifestError, ProtocolError
 from wcache.fingerprint import Difference, Fingerprint, compare, wanted_by
-from wcache.manifest import Manifest
 from wcache.paths import RankPaths
 from wcache.protocol import (
     AskLoad,
@@ -78,12 +77,12 @@ class Rank:
         self.state = advance(self.state, RankEvent.ADOPTED)
         self._serving = whole[-1].number
         self._drain_after = time.monotonic() + DRAIN_GRACE_S
-        held = whole[-1].manifest
+        held = whole[-1]
         log.info(
             "adopted generation %d: %s in %d tensors, nothing read from disk",
             self._serving,
             size(held.weight_bytes),
-            len(held.tensors),
+            held.tensors,
         )
 
     def begin(self) -> None:
@@ -136,7 +135,7 @@ class Rank:
         if held is None:
             return answers.not_ready(self._paths.id, self.state, self.sentence()), []
         if message.wanted is not None:
-            found = compare(held.manifest.fingerprint, message.wanted)
+            found = compare(held.fingerprint, message.wanted)
             if found:
                 return answers.mismatch(self._paths.id, found), []
         self._lease(peer, lease, held)
@@ -186,7 +185,7 @@ class Rank:
             return answers.not_the_loader()
         try:
             new = accept(self._load.generation, "loaded", fds, message.slabs)
-            self._check_is_wanted(new.manifest)
+            self._check_is_wanted(new)
         except (ManifestError, ProtocolError) as error:
             close_all(fds)
             self._end_load(f"what pid {self._load.pid} published is refused: {error.message}")
@@ -202,8 +201,8 @@ class Rank:
         log.info(
             "serving generation %d: %s in %d tensors",
             new.number,
-            size(new.manifest.weight_bytes),
-            len(new.manifest.tensors),
+            size(new.weight_bytes),
+            new.tensors,
         )
         return Published(generation=new.number)
 
@@ -272,7 +271,7 @@ class Rank:
             for name, _ in held.named_fds():
                 self._notifier.remove(name)
             held.close()
-            log.info("freed generation %d: %s", number, size(held.manifest.weight_bytes))
+            log.info("freed generation %d: %s", number, size(held.weight_bytes))
 
     def refresh_configuration(self) -> None:
         """Reads the configuration if it changed, and keeps a good one in the store."""
@@ -315,7 +314,7 @@ class Rank:
         held, wanted = self._served(), self._wanted()
         if held is None or wanted is None:
             return ()
-        return compare(held.manifest.fingerprint, wanted)
+        return compare(held.fingerprint, wanted)
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -335,7 +334,7 @@ class Rank:
             return ""
         return f"the configuration has {config.ranks.world_size} ranks, and none with number {rank}"
 
-    def _check_is_wanted(self, published: Manifest) -> None:
+    def _check_is_wanted(self, published: Generation) -> None:
         wanted = self._wanted()
         found = compare(published.fingerprint, wanted) if wanted is not None else ()
         if found:
@@ -409,8 +408,8 @@ class Rank:
         if held is not None:
             leases = len(self._leases)
             words.append(
-                f"serving generation {held.number}: {size(held.manifest.weight_bytes)}"
-                f" in {len(held.manifest.tensors)} tensors,"
+                f"serving generation {held.number}: {size(held.weight_bytes)}"
+                f" in {held.tensors} tensors,"
                 f" {leases} {'lease' if leases == 1 else 'leases'}"
             )
         if self._load is not None:
