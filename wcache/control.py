@@ -1,5 +1,6 @@
 """The blocking end of a control socket: what loaders, clients and commands talk through."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -123,6 +124,11 @@ class Channel:
         fds, self._fds = self._fds, []
         return fds
 
+    def shutdown(self) -> None:
+        """Ends the conversation for every process that has the socket, forked children too."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         close_all(self._fds)
         self._fds = []
@@ -154,11 +160,12 @@ class Control:
                 raise ProtocolError(
                     f"{paths.socket} is answered by rank {welcome.instance}:{welcome.rank}"
                 )
-        except (ConnectionError, TimeoutError) as error:
+        except ConnectionError as error:
             channel.close()
-            raise SilentDaemonError(
-                f"daemon of rank {paths.id} does not answer: {error}"
-            ) from None
+            raise NoSuchRankError(f"daemon of rank {paths.id} has just ended: {error}") from None
+        except TimeoutError as error:
+            channel.close()
+            raise SilentDaemonError(f"daemon of rank {paths.id} does not answer: {error}") from None
         except BaseException:
             channel.close()
             raise

@@ -48,3 +48,6 @@ class Supervisor(Protocol):
 
     def stop(self, ranks: Iterable[int]) -> None:
         """Stops daemons and waits for their end; their stored descriptors are dropped."""
+
+    def shutdown(self) -> None:
+        """Stops every rank, and ends the supervisor where it is wcache's own."""

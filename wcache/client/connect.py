@@ -1,0 +1,153 @@
+"""Attaching: asks a rank's daemon for its descriptors, checks them, and maps them."""
+
+import os
+import time
+
+from wcache import manifest as manifests
+from wcache.client.attachment import Attachment
+from wcache.client.lease import FIRST_PAUSE_S, LONGEST_PAUSE_S, Lease
+from wcache.control import DEFAULT_TIMEOUT_S, Control, SilentDaemonError
+from wcache.errors import (
+    ManifestError,
+    MismatchError,
+    NoSuchRankError,
+    NotReadyError,
+    TryAgainError,
+    UsageError,
+)
+from wcache.fingerprint import Difference, Fingerprint, compare
+from wcache.manifest import MAX_MANIFEST_BYTES, Manifest
+from wcache.memory import open_memory
+from wcache.memory.descriptor import check_descriptor
+from wcache.memory.memfd import read_sealed
+from wcache.memory.slab import Access, Mapping, Slab
+from wcache.paths import RankId, RankPaths, check_instance_name
+from wcache.protocol import Attach, Attached, Refused
+from wcache.wire import close_all
+
+_DIFFERENCES_TOLD = 5
+
+
+def attach(
+    *,
+    rank: int | None = None,
+    instance: str | None = None,
+    wanted: Fingerprint | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    wait_s: float = 0.0,
+    access: Access = Access.READ,
+) -> Attachment:
+    """Maps the weights of a rank and takes a lease on them.
+
+    ``rank`` and ``instance`` default to WCACHE_RANK and WCACHE_INSTANCE, then to rank 0 of the
+    default instance. ``timeout_s`` bounds each wait for a daemon that does not answer; ``wait_s``
+    is how long to go on asking while the rank is not up or not ready. ``access`` is
+    :attr:`Access.READ`, or :attr:`Access.PRIVATE` for host memory that an engine writes to.
+
+    Raises :class:`MismatchError` with every field of ``wanted`` that the held weights do not meet,
+    :class:`NotReadyError`, :class:`NoSuchRankError`, :class:`NoPermissionError`, and other
+    :class:`wcache.errors.WcacheError` when what came can not be mapped.
+    """
+    if access is Access.WRITE:
+        raise UsageError("weights that are served can not be mapped for writing")
+    paths = RankPaths.of(_rank_id(rank, instance))
+    deadline = time.monotonic() + wait_s
+    pause = FIRST_PAUSE_S
+    while True:
+        try:
+            return _attach(paths, wanted, timeout_s, access)
+        except (NotReadyError, NoSuchRankError, TryAgainError):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _rank_id(rank: int | None, instance: str | None) -> RankId:
+    if rank is None:
+        text = os.environ.get("WCACHE_RANK", "0")
+        try:
+            rank = int(text)
+        except ValueError:
+            raise UsageError(f"WCACHE_RANK is not a number: {text!r}") from None
+    if rank < 0:
+        raise UsageError(f"not a rank: {rank}")
+    if instance is None:
+        instance = os.environ.get("WCACHE_INSTANCE", "")
+    return RankId(check_instance_name(instance) if instance else "", rank)
+
+
+def _attach(
+    paths: RankPaths, wanted: Fingerprint | None, timeout_s: float, access: Access
+) -> Attachment:
+    control = Control.connect(paths, "client", timeout_s=timeout_s)
+    try:
+        attached, fds = _ask(control, paths.id, wanted)
+        manifest, mapping = _receive(attached, fds, access)
+        try:
+            if wanted is not None and (found := compare(manifest.fingerprint, wanted)):
+                raise _mismatch(paths.id, found)
+            digest, generation = attached.manifest_digest, attached.generation
+            return Attachment(
+                rank_id=paths.id,
+                generation=generation,
+                manifest=manifest,
+                mapping=mapping,
+                lease=lambda: Lease(paths, control, digest, generation),
+            )
+        except BaseException:
+            mapping.close()
+            raise
+    except BaseException:
+        control.close()
+        raise
+
+
+def _ask(control: Control, rank: RankId, wanted: Fingerprint | None) -> tuple[Attached, list[int]]:
+    """The daemon's answer and its descriptors, which the caller owns."""
+    try:
+        attached = control.request(Attach(wanted=wanted), Attached)
+    except MismatchError as error:
+        refusal = getattr(error, "refusal", None)
+        if isinstance(refusal, Refused) and refusal.differences:
+            raise _mismatch(rank, refusal.differences, refusal.hint) from None
+        raise
+    except TimeoutError:
+        raise SilentDaemonError(f"daemon of rank {rank} does not answer") from None
+    except OSError as error:
+        raise TryAgainError(
+            f"daemon of rank {rank} ended while it was asked: {error}",
+            hint="it keeps the weights and comes back: try again",
+        ) from None
+    return attached, control.channel.take_fds(1 + len(attached.slabs))
+
+
+def _mismatch(rank: RankId, found: tuple[Difference, ...], hint: str = "") -> MismatchError:
+    told = "; ".join(map(str, found[:_DIFFERENCES_TOLD]))
+    if len(found) > _DIFFERENCES_TOLD:
+        told += f"; and {len(found) - _DIFFERENCES_TOLD} more"
+    return MismatchError(f"rank {rank} holds other weights: {told}", hint=hint)
+
+
+def _receive(attached: Attached, fds: list[int], access: Access) -> tuple[Manifest, Mapping]:
+    """Checks and maps what came; owns ``fds``, which a mapping does not need any more."""
+    try:
+        data = read_sealed(fds[0], MAX_MANIFEST_BYTES)
+        digest = manifests.digest(data)
+        if digest != attached.manifest_digest:
+            raise ManifestError(f"manifest has digest {digest}, not {attached.manifest_digest}")
+        manifest = manifests.decode(data)
+        if not manifest.slabs or manifest.slabs != attached.slabs:
+            raise ManifestError("manifest is of other slabs than those that came with it")
+        manifests.check(manifest, range_bytes=sum(slab.nbytes for slab in manifest.slabs))
+        slabs = [Slab(fd, info) for fd, info in zip(fds[1:], manifest.slabs, strict=True)]
+        for slab in slabs:
+            check_descriptor(slab.fd, slab.info)
+        first = manifest.slabs[0]
+        memory = open_memory(
+            "cuda" if first.kind == "cuda" else "cpu", device_uuid=first.device_uuid
+        )
+        return manifest, memory.map(slabs, access)
+    finally:
+        close_all(fds)

@@ -1,0 +1,1 @@
+"""One file and one function for each command of ``wcache``."""

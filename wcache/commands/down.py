@@ -1,0 +1,56 @@
+"""``wcache down``: stops ranks and frees their weights."""
+
+from typing import Annotated
+
+import typer
+
+from wcache.commands.lock import hold
+from wcache.commands.options import InstanceOption, QuietOption, RankArguments
+from wcache.errors import WcacheError
+from wcache.output import Output, counted
+from wcache.ranks import chosen, holders, rank_words, select, view
+from wcache.units import size
+
+
+def down(
+    ranks: RankArguments = None,
+    instance: InstanceOption = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also when engines hold leases; they keep running.")
+    ] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Stop ranks and free their weights. To keep the weights, use restart.
+
+    Refused while engines hold leases, unless forced: an engine keeps what it has mapped until it
+    ends, so the memory would not be free, and nobody could attach to it any more.
+    """
+    from wcache.supervise import supervisor_for
+
+    out = Output(quiet=quiet)
+    paths, named = select(instance, ranks or [])
+    wanted = chosen(paths, named)
+    supervisor = supervisor_for(paths.instance)
+    with hold(paths, "wcache down"):
+        found = view(paths, wanted, supervisor)
+        used = holders(found.values())
+        if used and not force:
+            raise WcacheError(
+                f"engines hold {counted(len(used), 'lease')}: {'; '.join(used)}",
+                hint="stop these engines first, or say --force: they keep their memory until"
+                " they end",
+            )
+        up = [rank for rank, one in found.items() if one.is_up]
+        held = sum(found[rank].held_bytes for rank in up)
+        if up:
+            supervisor.stop(up)
+        if not named:
+            supervisor.shutdown()
+    if not up:
+        out.say("nothing was up")
+        return
+    if not used:
+        out.say(f"{rank_words(up)} down, {size(held)} freed")
+        return
+    out.say(f"{rank_words(up)} down, {size(held)} given up")
+    out.warn("memory that engines have mapped is free only when they end: " + "; ".join(used))

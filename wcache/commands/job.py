@@ -1,0 +1,181 @@
+"""One ``wcache up``: everything is checked first, and then done."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from wcache import devices
+from wcache.checkpoint import Checkpoint
+from wcache.commands import follow
+from wcache.commands.rollout import (
+    LOADER_CONTEXT_BYTES,
+    Need,
+    Rollout,
+    check_memory,
+    decide,
+)
+from wcache.commands.wanted import Args, Wanted, from_config, from_model
+from wcache.config import Config, load_config, save_config
+from wcache.errors import ConfigError, NoPermissionError, WcacheError
+from wcache.memory.available import available_bytes
+from wcache.memory.descriptor import SLAB_GRANULARITY
+from wcache.memory.slab import slab_sizes
+from wcache.output import Output
+from wcache.paths import InstancePaths
+from wcache.ranks import RankView, holders, known_ranks, rank_words, read_config, view
+from wcache.supervise.interface import Supervisor
+from wcache.units import size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What was found possible; nothing has been touched yet."""
+
+    paths: InstancePaths
+    supervisor: Supervisor
+    out: Output
+    config: Config
+    old: Config | None
+    rollout: Rollout
+    before: Mapping[int, RankView]
+
+    def begin(self) -> None:
+        """Writes the configuration, then starts and loads what is to be started and loaded."""
+        written = self.config != self.old
+        if written:
+            self._save()
+        try:
+            if self.rollout.start:
+                self.supervisor.start(self.rollout.start)
+            if self.rollout.load:
+                self.supervisor.load(self.rollout.load)
+        except WcacheError:
+            if written:
+                self.out.warn(
+                    f"{self.paths.config_file} is written, but the ranks were not started:"
+                    " wcache up, without --model, tries again"
+                )
+            raise
+
+    def follow(self, timeout_s: float | None) -> dict[int, str]:
+        """Waits for the weights; returns the reason of each rank that failed."""
+        return follow.follow(
+            self.paths,
+            self.config,
+            self.supervisor,
+            self.before,
+            self.rollout.pending,
+            timeout_s=timeout_s,
+            out=self.out,
+        )
+
+    def stop_leaving(self) -> None:
+        """Stops ranks that the layout does not have any more, if nobody came to use them since."""
+        leaving = self.rollout.leaving
+        if not leaving:
+            return
+        now = view(self.paths, leaving, self.supervisor)
+        used = holders(now.values())
+        if used:
+            raise WcacheError(
+                f"{rank_words(leaving)} of the old layout stay: {'; '.join(used)}",
+                hint=f"stop these engines, then: wcache down {' '.join(map(str, leaving))}",
+            )
+        self.supervisor.stop(leaving)
+        freed = sum(one.held_bytes for one in now.values())
+        self.out.say(f"{rank_words(leaving)} of the old layout down, {size(freed)} freed")
+
+    def _save(self) -> None:
+        path = self.paths.config_file
+        try:
+            save_config(self.config, path)
+        except PermissionError:
+            raise NoPermissionError(
+                f"no permission to write {path}", hint="use sudo, or set WCACHE_CONFIG_DIR"
+            ) from None
+        except OSError as error:
+            raise WcacheError(
+                f"{path} can not be written: {(error.strerror or str(error)).lower()}"
+            ) from None
+
+
+def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Output) -> Job:
+    """Finds out all that could keep ``args`` from being done; raises it, and touches nothing."""
+    try:
+        old = read_config(paths)
+    except ConfigError as error:
+        # Written anew without a look, it would lose who may attach.
+        error.hint = "mend the file, or move it away: wcache up --model … writes a new one"
+        raise
+    wanted = _wanted(args, paths, old, out)
+    config = wanted.config
+    local = config.ranks.local_ranks()
+    views = view(paths, sorted({*local, *known_ranks(paths)}), supervisor)
+    rollout = Rollout()
+    if all(views[rank].serves(config) for rank in local):
+        rollout = decide(views, config)
+        out.say(f"{rank_words(local)} {'holds' if len(local) == 1 else 'hold'} the wanted weights")
+        if config.model.loader != "publish" and not Path(config.model.path).is_dir():
+            out.warn(f"{config.model.path} is not there: lost weights could not be loaded again")
+    else:
+        # A configuration that is there already need not have its checkpoint there as well, as
+        # long as nothing is to be loaded: that is why this is not looked at earlier.
+        if args.model is None:
+            wanted = from_config(config)
+        needs = _needs(wanted.checkpoint, config)
+        rollout = decide(views, config)
+        to_load = {*rollout.load, *rollout.fresh}
+        check_memory([need for need in needs if need.rank in to_load], _Free(), views)
+    _warn_of_persistence(config, out)
+    return Job(
+        paths=paths, supervisor=supervisor, out=out, config=config, old=old, rollout=rollout,
+        before=views,
+    )  # fmt: skip
+
+
+def _wanted(args: Args, paths: InstancePaths, old: Config | None, out: Output) -> Wanted:
+    if args.model is None:
+        return Wanted(config=old or load_config(paths.config_file), checkpoint=None)
+    visible = () if args.device == "cpu" else devices.visible_gpus()
+    wanted = from_model(args, args.model, old, visible)
+    model = wanted.config.model
+    if model.hub_id:
+        out.say(f"{model.hub_id} at {model.revision} is in {model.path}")
+    return wanted
+
+
+def _needs(checkpoint: Checkpoint | None, config: Config) -> list[Need]:
+    """What every rank of this node will take; raises when one of them can not be made."""
+    if checkpoint is None:
+        return []
+    from wcache.load.placement import plan
+
+    uuids, layout = config.memory.devices, config.ranks
+    needs = []
+    for rank in layout.local_ranks():
+        planned = plan(checkpoint, config, rank).total_bytes
+        nbytes = sum(slab_sizes(planned, config.memory.slab_bytes, SLAB_GRANULARITY))
+        place = layout.coordinates(rank).local_rank
+        if config.memory.device == "cuda":
+            needs.append(Need(rank=rank, device=uuids[place], nbytes=nbytes + LOADER_CONTEXT_BYTES))
+        else:
+            needs.append(Need(rank=rank, device="cpu", nbytes=nbytes))
+    return needs
+
+
+class _Free(dict[str, int]):
+    """Free bytes by device, asked for when they are needed."""
+
+    def __missing__(self, device: str) -> int:
+        self[device] = available_bytes() if device == "cpu" else devices.gpu(device).free_bytes
+        return self[device]
+
+
+def _warn_of_persistence(config: Config, out: Output) -> None:
+    for uuid in config.memory.devices:
+        gpu = devices.gpu(uuid)
+        if gpu.persistence is False:
+            out.warn(
+                f"persistence mode is off on GPU {gpu.index} ({uuid}): its weights are lost when"
+                f" its last user ends; nvidia-smi -i {gpu.index} -pm 1 turns it on"
+            )

@@ -1,0 +1,154 @@
+"""``wcache logs``: what daemons, loaders and the supervisor wrote, in the order of time."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wcache.commands.options import InstanceOption
+from wcache.errors import UsageError, WcacheError
+from wcache.paths import InstancePaths
+from wcache.ranks import chosen, known_ranks, select
+
+# As :mod:`wcache.log` begins its lines; they sort as text.
+_TIME = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
+# The end of a file in which the last lines are looked for; a line is about 100 bytes.
+_TAIL_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
+_PERIOD_S = 0.25
+
+
+@dataclass(slots=True)
+class LogFile:
+    """One file that is read to its end, and on from there."""
+
+    label: str
+    path: Path
+    offset: int = 0
+    inode: int = 0
+    rest: bytes = field(default=b"", repr=False)
+    """An unfinished line."""
+
+    def tail(self, count: int) -> list[bytes]:
+        """The last ``count`` lines; where they end, :meth:`more` goes on."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                self.inode, self.offset = status.st_ino, status.st_size
+                start = max(0, status.st_size - _TAIL_BYTES)
+                file.seek(start)
+                data = file.read(status.st_size - start)
+        except FileNotFoundError:
+            return []
+        lines = data.split(b"\n")
+        self.rest = lines.pop()
+        if start and lines:
+            del lines[0]  # the read began somewhere in it
+        return lines[-count:] if count else []
+
+    def more(self) -> list[bytes]:
+        """Whole lines that were written since; a file that was replaced is read from its start."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self.inode or status.st_size < self.offset:
+                    self.inode, self.offset, self.rest = status.st_ino, 0, b""
+                if status.st_size == self.offset:
+                    return []
+                file.seek(self.offset)
+                data = file.read(_CHUNK_BYTES)
+        except FileNotFoundError:
+            return []
+        self.offset += len(data)
+        lines = (self.rest + data).split(b"\n")
+        self.rest = lines.pop()
+        return lines
+
+
+def logs(
+    ranks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RANK]...", help="Ranks; without any, all and the supervisor."),
+    ] = None,
+    instance: InstanceOption = "",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Lines of the past, in all.")
+    ] = 100,
+    daemon: Annotated[bool, typer.Option("--daemon", help="Only the daemons.")] = False,
+    loader: Annotated[bool, typer.Option("--loader", help="Only the loaders.")] = False,
+    supervisor: Annotated[bool, typer.Option("--supervisor", help="Only the supervisor.")] = False,
+) -> None:
+    """Show what daemons, loaders and the supervisor wrote.
+
+    The logs are merged by time; each line begins with who wrote it.
+    """
+    paths, named = select(instance, ranks or [])
+    if named and supervisor:
+        raise UsageError("--supervisor belongs to no rank", hint="leave the ranks out")
+    shown = chosen(paths, named) if named else _logged(paths)
+    parts = [part for part, asked in (("daemon", daemon), ("loader", loader)) if asked]
+    if not parts and not supervisor:
+        parts = ["daemon", "loader"]
+    files = [
+        LogFile(f"{part}[{rank}]", paths.log_file(rank, part)) for rank in shown for part in parts
+    ]
+    if supervisor or not (named or daemon or loader):
+        files.append(LogFile("supervisor", paths.supervisor_log))
+    if not follow and not any(file.path.exists() for file in files):
+        raise WcacheError(
+            f"no logs in {paths.state / 'log'}",
+            hint="nothing was started here yet; under systemd they are in the journal:"
+            " journalctl -u 'wcache@*'",
+        )
+    past = merged([(file.label, file.tail(lines)) for file in files])
+    _write(past[-lines:] if lines else [])
+    while follow:
+        time.sleep(_PERIOD_S)
+        _write(merged([(file.label, file.more()) for file in files]))
+
+
+def merged(logs: list[tuple[str, list[bytes]]]) -> list[bytes]:
+    """Lines of all logs by time, each with its label; one without a time follows its own log."""
+    width = max((len(label) for label, _ in logs), default=0)
+    keyed = [
+        (when, index, f"{label:<{width}} | ".encode() + line)
+        for index, (label, lines) in enumerate(logs)
+        for when, line in _timed(lines)
+    ]
+    # A stable sort: lines of one file that share a time keep their order.
+    keyed.sort(key=lambda one: one[:2])
+    return [line for _, _, line in keyed]
+
+
+def _timed(lines: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    when = b""
+    for line in lines:
+        if match := _TIME.match(line):
+            when = match[0]
+        yield when, line
+
+
+def _logged(paths: InstancePaths) -> list[int]:
+    """Known ranks, and those that have left a log behind."""
+    name = re.escape(paths.instance or "wcache")
+    pattern = re.compile(rf"{name}\.(\d{{1,6}})\.(?:daemon|loader)\.log")
+    folder = paths.state / "log"
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    left = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+    return sorted(left.union(known_ranks(paths)))
+
+
+def _write(lines: list[bytes]) -> None:
+    if not lines:
+        return
+    sys.stdout.buffer.write(b"\n".join(lines) + b"\n")
+    sys.stdout.flush()

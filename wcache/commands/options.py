@@ -1,0 +1,34 @@
+"""Arguments that several commands take."""
+
+import re
+from typing import Annotated
+
+import typer
+
+from wcache.errors import UsageError
+
+InstanceOption = Annotated[
+    str,
+    typer.Option(
+        "--instance", metavar="NAME", help="A named instance; without it the default one."
+    ),
+]
+RankArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RANK]...", help="Ranks, as 3 or NAME:3; without any, all of them."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Say nothing but results, warnings and errors.")
+]
+
+_SIZE = re.compile(r"([1-9][0-9]{0,15})(|KiB|MiB|GiB|TiB)")
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """``1GiB``, ``512MiB`` or plain bytes; raises :class:`UsageError`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"not a size: {text!r}", hint="sizes are written 1GiB, 512MiB or in bytes")
+    return int(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,259 @@
+"""What ``status`` shows of an instance, as typed data and as tables."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+import wcache
+from wcache.config import Config
+from wcache.errors import ConfigError, ExitCode, NoPermissionError, WcacheError
+from wcache.fingerprint import Difference, Fingerprint
+from wcache.output import Table
+from wcache.paths import InstancePaths
+from wcache.protocol import How, ProgressReport
+from wcache.ranks import RankView, brief, read_config, view
+from wcache.state import RankState
+from wcache.supervise.interface import Supervisor
+from wcache.units import duration, size
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of ``status``."""
+
+    rank: int
+    state: str
+    """A state of :class:`wcache.state.RankState`; ``silent`` for a daemon that does not answer;
+    without a daemon the supervisor's word, or ``down``."""
+    ready: bool
+    """An engine that attaches now gets weights."""
+    wanted: bool
+    """Part of the configuration."""
+    generation: int | None = None
+    how: How | None = None
+    weight_bytes: int = 0
+    held_bytes: int = 0
+    """Of all slabs of all generations."""
+    tensors: int = 0
+    leases: int = 0
+    since: float | None = None
+    """Unix time of the daemon's start."""
+    pid: int | None = None
+    restarts: int = 0
+    stored_fds: int | None = None
+    """None where the supervisor could not be asked."""
+    expected_fds: int = 0
+    status: str = ""
+    fingerprint: Fingerprint | None = None
+    differences: tuple[Difference, ...] = ()
+    progress: ProgressReport | None = None
+    problems: tuple[str, ...] = ()
+
+
+class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that has a rank's weights mapped."""
+
+    rank: int
+    pid: int
+    uid: int
+    command: str
+    generation: int
+    since: float
+
+
+class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of ``status --json``."""
+
+    version: int = 1
+    """Of this document. A field may be added without a new one."""
+    wcache: str = wcache.__version__
+    instance: str
+    config_file: str
+    supervisor: str | None
+    """``direct`` or ``systemd``; None when none answers."""
+    model: str | None
+    revision: str | None
+    ready: bool
+    """Every rank of the configuration is ready with the weights that it wants."""
+    ranks: tuple[RankStatus, ...]
+    leases: tuple[LeaseStatus, ...]
+    problems: tuple[str, ...]
+    """Of the instance; each rank has its own."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        wanted = [rank for rank in self.ranks if rank.wanted]
+        if not wanted or not all(rank.ready for rank in wanted):
+            return ExitCode.NOT_READY
+        if any(rank.differences for rank in self.ranks):
+            return ExitCode.MISMATCH
+        return ExitCode.CONFIGURATION if self.problems else ExitCode.DONE
+
+
+def collect(
+    instance: InstancePaths, ranks: Iterable[int], supervisor: Supervisor
+) -> InstanceStatus:
+    """Asks everybody; what can not be asked becomes a problem of the instance."""
+    problems: list[str] = []
+    config: Config | None = None
+    try:
+        config = read_config(instance)
+        if config is None:
+            problems.append(f"no configuration: {instance.config_file} is not there")
+    except ConfigError as error:
+        problems += error.problems or (error.message,)
+    kind: str | None = supervisor.kind
+    views: dict[int, RankView]
+    try:
+        views = view(instance, ranks, supervisor)
+    except NoPermissionError:
+        raise
+    except WcacheError as error:
+        kind = None
+        problems.append(f"the supervisor can not be asked: {error.message}")
+        views = view(instance, ranks, None)
+    rows = tuple(rank_status(one, config) for one in views.values())
+    whole = bool(rows) and all(row.ready and not row.differences for row in rows if row.wanted)
+    return InstanceStatus(
+        instance=instance.instance,
+        config_file=str(instance.config_file),
+        supervisor=kind,
+        model=(config.model.hub_id or config.model.path) if config else None,
+        revision=config.model.revision if config else None,
+        ready=whole,
+        ranks=rows,
+        leases=tuple(
+            LeaseStatus(rank=rank, **msgspec.structs.asdict(lease))
+            for rank, one in views.items()
+            for lease in one.leases
+        ),
+        problems=tuple(problems),
+    )
+
+
+def rank_status(one: RankView, config: Config | None) -> RankStatus:
+    """Merges what daemon and supervisor say of a rank; ``config`` of None wants whatever runs."""
+    report, unit, serving = one.report, one.unit, one.serving
+    wanted = config is None or one.rank in config.ranks.local_ranks()
+    differences = report.differences if report else ()
+    return RankStatus(
+        rank=one.rank,
+        state=_state(one),
+        ready=serving is not None,
+        wanted=wanted,
+        generation=serving.number if serving else None,
+        how=serving.how if serving else None,
+        weight_bytes=serving.weight_bytes if serving else 0,
+        held_bytes=one.held_bytes,
+        tensors=serving.tensors if serving else 0,
+        leases=len(one.leases),
+        since=report.since if report else None,
+        pid=report.pid if report else (unit.main_pid or None) if unit else None,
+        restarts=unit.restarts if unit else 0,
+        stored_fds=unit.stored_fds if unit else None,
+        expected_fds=report.expected_fds if report else 0,
+        status=report.status if report else _last_words(one),
+        fingerprint=serving.fingerprint if serving else None,
+        differences=differences,
+        progress=report.progress if report else None,
+        problems=tuple(_problems(one, wanted)),
+    )
+
+
+def _state(one: RankView) -> str:
+    if one.report is not None:
+        return str(one.report.state)
+    if one.silence:
+        return "silent"
+    if one.unit is None or one.unit.state == "inactive":
+        return "down"
+    return one.unit.state
+
+
+def _last_words(one: RankView) -> str:
+    """What is left to say of a rank without a daemon."""
+    if one.silence:
+        return one.silence
+    if one.unit is None or one.unit.state == "inactive":
+        return "not running"
+    return one.unit.status or one.unit.result or one.unit.state
+
+
+def _problems(one: RankView, wanted: bool) -> Iterable[str]:
+    report, unit = one.report, one.unit
+    if one.silence:
+        yield one.silence
+    if report is not None:
+        yield from report.problems
+        if report.state is RankState.FAILED:
+            yield report.status
+        if report.differences:
+            fields = "; ".join(map(brief, report.differences))
+            yield f"serves other weights than the configuration wants: {fields}"
+    elif unit is not None and unit.state in ("failed", "restarting"):
+        how = f"the daemon ended with {unit.result}" if unit.result else "the daemon failed"
+        yield f"{how}: {unit.status}" if unit.status else how
+    if unit is not None and unit.loader == "failed" and one.serving is None:
+        yield (
+            f"the loader failed: {unit.loader_result}"
+            if unit.loader_result
+            else ("the loader failed")
+        )
+    if one.missing_fds and report is not None and unit is not None:
+        yield (
+            f"the supervisor keeps {unit.stored_fds} of {report.expected_fds} descriptors:"
+            " a restart would lose the weights"
+        )
+    if not wanted and one.is_up:
+        yield "is up and not part of the configuration"
+
+
+def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:
+    """The ranks, and then the leases where there are any."""
+    now = time.time() if now is None else now
+    ranks = Table("RANK", "STATE", ">GEN", "HOW", ">WEIGHTS", ">TENSORS", ">LEASES", ">UP",
+                  ">PID", ">RESTARTS", ">FDS", "STATUS")  # fmt: skip
+    for row in status.ranks:
+        serving = row.generation is not None
+        ranks.add(
+            row.rank,
+            row.state,
+            row.generation,
+            row.how,
+            size(row.weight_bytes) if serving else None,
+            row.tensors if serving else None,
+            row.leases,
+            duration(now - row.since) if row.since is not None else None,
+            row.pid,
+            row.restarts,
+            _fds(row),
+            row.status,
+        )
+    leases = Table("LEASE OF RANK", ">GEN", ">PID", ">UID", ">SINCE", "COMMAND")
+    for lease in status.leases:
+        leases.add(
+            lease.rank,
+            lease.generation,
+            lease.pid or None,
+            lease.uid,
+            duration(now - lease.since),
+            lease.command,
+        )
+    return ranks, leases
+
+
+def _fds(row: RankStatus) -> str | None:
+    """Stored and expected descriptors; nothing for a rank that has no daemon to expect any."""
+    if not row.expected_fds and not row.stored_fds:
+        return None
+    return f"{'?' if row.stored_fds is None else row.stored_fds}/{row.expected_fds}"
+
+
+def problem_lines(status: InstanceStatus) -> list[str]:
+    """Every problem on a line of its own, the instance's first."""
+    lines = list(status.problems)
+    for row in status.ranks:
+        # A daemon tells of a bad configuration as well; once is enough.
+        own = (problem for problem in row.problems if problem not in status.problems)
+        lines += [f"rank {row.rank}: {problem}" for problem in dict.fromkeys(own)]
+    return lines

@@ -1,0 +1,19 @@
+"""``wcache supervise``: the supervisor itself, in the foreground, where there is no systemd."""
+
+import typer
+
+from wcache.commands.options import InstanceOption
+from wcache.paths import check_instance_name
+
+
+def supervise(instance: InstanceOption = "") -> None:
+    """Run this node's ranks in the foreground, without systemd.
+
+    What a container's entry point calls. Starts the configured ranks, keeps their weights over
+    restarts and crashes of the daemons, and frees them when it is stopped with SIGTERM or Ctrl-C.
+    """
+    from wcache.supervise.parent import run
+
+    if instance:
+        check_instance_name(instance)
+    raise typer.Exit(run(instance, start_configured=True))

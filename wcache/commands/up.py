@@ -1,0 +1,114 @@
+"""``wcache up``: one command from a model's name to weights that engines can attach to."""
+
+from typing import Annotated
+
+import typer
+
+from wcache.commands.lock import hold
+from wcache.commands.options import InstanceOption, QuietOption, parse_size
+from wcache.commands.overview import collect, tables
+from wcache.config import Device, DType, Loader
+from wcache.errors import ExitCode
+from wcache.output import Output
+from wcache.paths import InstancePaths, check_instance_name
+
+INTERRUPTED = 130
+
+
+def up(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH|HUB_ID", help="Checkpoint folder or hub id."),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel size. [default: 1]")
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option("--pp", metavar="N", help="Pipeline-parallel size. [default: 1]")
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option("--dp", metavar="N", help="Data-parallel size. [default: 1]")
+    ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            "--ep", metavar="N", help="Expert-parallel size, divides tp * dp. [default: 1]"
+        ),
+    ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes. [default: 1]")
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", metavar="N", help="Which node this is. [default: 0]"),
+    ] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option("--dtype", help="Of floating-point weights; auto keeps the checkpoint's."),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the hub."),
+    ] = None,
+    device: Annotated[
+        Device | None,
+        typer.Option(
+            "--device", help="Where weights are kept. [default: cuda where there are GPUs]"
+        ),
+    ] = None,
+    instance: InstanceOption = "",
+    loader: Annotated[
+        Loader | None,
+        typer.Option("--loader", help="publish: the first engine hands over what it has loaded."),
+    ] = None,
+    slab_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--slab-bytes", metavar="SIZE", help="Size of one allocation. [default: 1GiB]"
+        ),
+    ] = None,
+    hugepages: Annotated[
+        bool | None,
+        typer.Option("--hugepages/--no-hugepages", help="2 MiB pages on the CPU where free."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.1, metavar="SECONDS", help="Give up waiting, not loading."),
+    ] = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Load a model's weights and keep them. Writes the configuration, so a reboot brings them back.
+
+    Without --model, starts what the configuration says. Ranks that hold the wanted weights are
+    left alone; new weights are loaded beside the old, which go when the last engine has let go.
+    """
+    from wcache.commands.job import prepare
+    from wcache.commands.wanted import Args
+    from wcache.supervise import supervisor_for
+
+    args = Args(
+        model=model, revision=revision, dtype=dtype, loader=loader, device=device,
+        slab_bytes=None if slab_bytes is None else parse_size(slab_bytes), hugepages=hugepages,
+        tp=tp, pp=pp, dp=dp, ep=ep, nnodes=nnodes, node_rank=node_rank,
+    )  # fmt: skip
+    args.check()
+    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    supervisor = supervisor_for(paths.instance)
+    out = Output(quiet=quiet)
+    with hold(paths, "wcache up"):
+        job = prepare(args, paths, supervisor, out)
+        job.begin()
+        try:
+            failures = job.follow(timeout)
+        except KeyboardInterrupt:
+            out.say("loading goes on: wcache status shows how far it is, wcache down ends it")
+            raise typer.Exit(INTERRUPTED) from None
+        if not failures:
+            job.stop_leaving()
+    found = collect(paths, job.config.ranks.local_ranks(), supervisor)
+    out.data(found, *tables(found))
+    for rank, reason in failures.items():
+        out.error(f"rank {rank}: {reason}")
+    if failures:
+        out.hint(f"wcache logs {next(iter(failures))} shows more; ranks that are ready stay ready")
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,158 @@
+"""From the options of ``up`` to the configuration that it writes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from wcache.checkpoint import Checkpoint, identify, open_checkpoint
+from wcache.config import (
+    AccessSection,
+    Config,
+    Device,
+    DType,
+    LayoutSection,
+    Loader,
+    MemorySection,
+    ModelSection,
+    check_config,
+)
+from wcache.devices import Gpu
+from wcache.errors import MismatchError, UsageError, WcacheError
+from wcache.hub import ResolvedModel, resolve_model
+from wcache.layout import Layout
+from wcache.output import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Args:
+    """What this call of ``up`` was asked for; None where it was not said."""
+
+    model: str | None = None
+    revision: str | None = None
+    dtype: DType | None = None
+    loader: Loader | None = None
+    device: Device | None = None
+    slab_bytes: int | None = None
+    hugepages: bool | None = None
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+
+    @property
+    def layout(self) -> LayoutSection:
+        """Raises :class:`UsageError` for sizes that do not fit together, naming the options."""
+        names = [field.name for field in msgspec.structs.fields(LayoutSection)]
+        said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        section = LayoutSection(**said)
+        problems = list(Layout(**msgspec.structs.asdict(section)).problems())
+        if problems:
+            raise UsageError("; ".join(f"{option(name)} {text}" for name, text in problems))
+        return section
+
+    def check(self) -> None:
+        """Raises :class:`UsageError` when something but the model was given."""
+        said = [name for name in self.__slots__ if getattr(self, name) is not None]
+        if self.model is None and said:
+            raise UsageError(
+                f"{option(said[0])} needs --model",
+                hint="without --model, wcache up starts what the configuration says",
+            )
+        if self.loader == "publish" and (self.revision or self.dtype):
+            name = "revision" if self.revision else "dtype"
+            raise UsageError(
+                f"{option(name)} does not go with --loader publish",
+                hint="the engine that publishes decides on it",
+            )
+
+
+def option(name: str) -> str:
+    """``node_rank`` is given as ``--node-rank``."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A configuration, and the checkpoint that it is about."""
+
+    config: Config
+    checkpoint: Checkpoint | None
+    """None where an engine publishes."""
+
+
+def from_model(args: Args, model: str, old: Config | None, visible: Sequence[Gpu]) -> Wanted:
+    """The configuration for ``args``; what they can not say is kept from ``old``.
+
+    ``visible`` are the GPUs to choose from, in order.
+    """
+    layout = args.layout
+    loader: Loader = args.loader or "safetensors"
+    checkpoint = None
+    if loader == "publish":
+        section = ModelSection(path=model, loader=loader)
+    else:
+        resolved = resolve_model(model, args.revision)
+        checkpoint = open_checkpoint(resolved.path)
+        section = _model(args, resolved, checkpoint)
+    before = old.memory if old else MemorySection()
+    memory = MemorySection(
+        device=args.device or ("cuda" if visible else "cpu"),
+        slab_bytes=args.slab_bytes or before.slab_bytes,
+        hugepages=before.hugepages if args.hugepages is None else args.hugepages,
+    )
+    if memory.device == "cuda":
+        ranks = Layout(**msgspec.structs.asdict(layout)).ranks_per_node
+        memory = msgspec.structs.replace(memory, devices=_gpus(before, ranks, visible))
+    config = Config(
+        model=section,
+        layout=layout,
+        memory=memory,
+        access=old.access if old else AccessSection(),
+    )
+    return Wanted(config=check_config(config, source="wcache up"), checkpoint=checkpoint)
+
+
+def from_config(config: Config) -> Wanted:
+    """What a configuration that is there already asks for.
+
+    Raises :class:`MismatchError` when the checkpoint is not the one it was written for.
+    """
+    if config.model.loader == "publish":
+        return Wanted(config=config, checkpoint=None)
+    checkpoint = open_checkpoint(Path(config.model.path))
+    content = config.model.content
+    if content is not None and identify(checkpoint).digest != content:
+        raise MismatchError(
+            f"{config.model.path} is not the checkpoint that the configuration was written for",
+            hint=f"if it was changed on purpose: wcache up --model {config.model.path} …",
+        )
+    return Wanted(config=config, checkpoint=checkpoint)
+
+
+def _model(args: Args, resolved: ResolvedModel, checkpoint: Checkpoint) -> ModelSection:
+    return ModelSection(
+        path=str(resolved.path),
+        hub_id=resolved.hub_id,
+        revision=resolved.revision,
+        content=identify(checkpoint).digest,
+        dtype=args.dtype or "auto",
+    )
+
+
+def _gpus(before: MemorySection, ranks: int, visible: Sequence[Gpu]) -> tuple[str, ...]:
+    """UUIDs by local rank: those of before where they still do, so that weights need not move."""
+    uuids = [gpu.uuid for gpu in visible]
+    if len(before.devices) == ranks and set(before.devices) <= set(uuids):
+        return before.devices
+    if len(uuids) < ranks:
+        raise WcacheError(
+            f"{counted(ranks, 'rank')} on this node and {counted(len(uuids), 'GPU')} visible,"
+            " each rank needs one",
+            hint="lower --tp, --pp or --dp, spread them with --nnodes, or look at"
+            " CUDA_VISIBLE_DEVICES and nvidia-smi",
+        )
+    return tuple(uuids[:ranks])

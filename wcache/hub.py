@@ -1,0 +1,120 @@
+"""From what an operator calls a model to a folder on this machine: a path, or a hub id."""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from wcache.checkpoint import open_checkpoint
+from wcache.errors import CheckpointError, WcacheError
+
+# Weights and what is needed to use them. No pickles and no code: wcache would run neither, and
+# whoever reads the folder after it should not have to wonder.
+PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedModel:
+    """Where a model lies, and how it came there."""
+
+    path: Path
+    hub_id: str | None = None
+    revision: str | None = None
+    """The commit for a hub id; for a path whatever the operator called it."""
+
+
+def resolve_model(model: str, revision: str | None) -> ResolvedModel:
+    """The folder of ``model``, an existing directory or a hub id ``ORG/NAME``.
+
+    The hub's local cache comes first: a revision that lies there is taken as it is, without a
+    look at the network. Raises :class:`CheckpointError` for a path that is not there and
+    :class:`WcacheError` for a hub id that can not be had.
+    """
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return ResolvedModel(path=path.absolute(), revision=revision)
+    if model and path.exists():
+        raise CheckpointError(
+            f"{model} is not a folder", hint="a checkpoint is a folder with config.json in it"
+        )
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"no such checkpoint: {model or repr(model)}",
+            hint="--model takes a folder, or a hub id such as org/name",
+        )
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise WcacheError(
+            f"{model} is no folder here, and hub ids need huggingface_hub",
+            hint="pip install 'wcache[transformers]', or give the path of a folder",
+        ) from None
+    _ = huggingface_hub  # found; _snapshot imports what it needs
+    folder = _cached(model, revision) or _downloaded(model, revision)
+    # The cache names a snapshot's folder by its commit.
+    commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
+    return ResolvedModel(path=folder, hub_id=model, revision=commit)
+
+
+def _cached(model: str, revision: str | None) -> Path | None:
+    """The snapshot in the local cache, when it is whole.
+
+    One that holds only config.json and a tokenizer is common, and so is one whose download was
+    broken off: the hub is asked for the rest of both.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            model, revision=revision, local_files_only=True, allow_patterns=list(PATTERNS)
+        )
+        open_checkpoint(Path(found))
+    except (LocalEntryNotFoundError, CheckpointError, ValueError):
+        return None
+    return Path(found)
+
+
+def _downloaded(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's
+        GatedRepoError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    print(f"{model} is not in the hub's local cache: asking the hub", file=sys.stderr, flush=True)
+    at = f" at revision {revision}" if revision else ""
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
+    except GatedRepoError:
+        raise WcacheError(
+            f"the hub does not give {model} to everybody",
+            hint="accept its terms on the hub, then set HF_TOKEN or run hf auth login",
+        ) from None
+    except RepositoryNotFoundError:
+        raise WcacheError(
+            f"the hub has no {model}, or does not show it to you",
+            hint="check the spelling; a private model needs HF_TOKEN",
+        ) from None
+    except RevisionNotFoundError:
+        raise WcacheError(
+            f"{model} has no revision {revision}", hint="a branch, a tag or a whole commit"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise WcacheError(
+            f"{model}{at} is not in the local cache, and the hub can not be reached",
+            hint=f"run hf download {model} where there is a network (HF_HUB_CACHE says where it"
+            " goes), or give the path of a folder",
+        ) from None
+    except (OSError, ValueError, HTTPError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WcacheError(
+            f"download of {model}{at} failed: {reason[:200]}",
+            hint="run the same command again: what has come is kept",
+        ) from None

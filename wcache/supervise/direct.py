@@ -1,0 +1,179 @@
+"""The direct supervisor as commands see it: a client of ``wcache supervise``."""
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from wcache.control import Channel, connect_socket, receive_reply
+from wcache.errors import NoSuchRankError, WcacheError
+from wcache.paths import InstancePaths
+from wcache.protocol import Message
+from wcache.supervise.interface import UnitReport
+from wcache.supervise.messages import (
+    REPLIES,
+    Load,
+    Ok,
+    Reports,
+    Request,
+    Restart,
+    Show,
+    Shutdown,
+    Start,
+    Stop,
+)
+from wcache.supervise.record import RECORD_NAME, load_ranks
+from wcache.supervise.spawn import clean_environment, open_log
+from wcache.supervise.takeover import find_daemon
+
+R = TypeVar("R", bound=Message)
+
+LAUNCH = (sys.executable, "-P", "-m", "wcache.supervise")
+LAUNCH_TIMEOUT_S = 30.0
+# A stop waits for SIGTERM, SIGKILL and the end of them; a restart for a takeover before that.
+REPLY_TIMEOUT_S = 90.0
+_ATTEMPTS = 3
+_MAX_TAIL_BYTES = 4096
+
+
+class DirectSupervisor:
+    """Commands for the ranks of ``instance``; the supervisor is launched when it is needed."""
+
+    kind: Literal["direct", "systemd"] = "direct"
+
+    def __init__(self, instance: str, launch: tuple[str, ...] = LAUNCH) -> None:
+        self._instance = instance
+        self._paths = InstancePaths.of(instance)
+        self._launch_command = launch
+
+    def show(self, ranks: Iterable[int]) -> dict[int, UnitReport]:
+        try:
+            known = {unit.rank: unit for unit in self._ask(Show(), Reports).units}
+        except NoSuchRankError:
+            known = {}
+        return {rank: known.get(rank, UnitReport(rank=rank)) for rank in ranks}
+
+    def start(self, ranks: Iterable[int]) -> None:
+        self._ask_launched(Start(ranks=tuple(ranks)))
+
+    def load(self, ranks: Iterable[int]) -> None:
+        self._ask_launched(Load(ranks=tuple(ranks)))
+
+    def restart(self, ranks: Iterable[int]) -> None:
+        self._ask_launched(Restart(ranks=tuple(ranks)))
+
+    def stop(self, ranks: Iterable[int]) -> None:
+        wanted = tuple(ranks)
+        try:
+            self._ask(Stop(ranks=wanted), Ok)
+        except NoSuchRankError:
+            # The supervisor may have been killed, and daemons have outlived it.
+            if any(self._is_served(rank) for rank in wanted):
+                self._ask_launched(Stop(ranks=wanted))
+
+    def shutdown(self) -> None:
+        """Stops every rank and ends the supervisor, if there is one."""
+        try:
+            self._ask(Shutdown(), Ok)
+        except NoSuchRankError:
+            self.stop(load_ranks(self._paths.supervisor_folder / RECORD_NAME))
+
+    def _is_served(self, rank: int) -> bool:
+        found = find_daemon(self._paths.rank(rank).socket)
+        if found:
+            found.close()
+        return found is not None
+
+    def _ask_launched(self, request: Request) -> None:
+        for _ in range(_ATTEMPTS):
+            try:
+                self._ask(request, Ok)
+                return
+            except NoSuchRankError:
+                # There is none, or it had just decided to end: every request can be made twice.
+                self._launch()
+        self._ask(request, Ok)
+
+    def _ask(self, request: Request, kind: type[R]) -> R:
+        """Raises :class:`NoSuchRankError` when there is no supervisor."""
+        path = self._paths.supervisor_socket
+        try:
+            channel = Channel(connect_socket(path, "the supervisor", REPLY_TIMEOUT_S))
+        except OSError as error:
+            raise WcacheError(f"supervisor can not be reached: {path}: {error}") from None
+        try:
+            channel.send(request)
+            return receive_reply(channel, kind, REPLIES)
+        except ConnectionError as error:
+            raise NoSuchRankError(f"the supervisor has ended: {error}") from None
+        except TimeoutError:
+            raise WcacheError(
+                f"the supervisor does not answer within {REPLY_TIMEOUT_S:g} s",
+                hint=f"see {self._paths.supervisor_log}",
+            ) from None
+        finally:
+            channel.close()
+
+    def _launch(self) -> None:
+        """Starts a supervisor in the background and waits until it takes commands.
+
+        Raises :class:`WcacheError` with the reason when it does not get there.
+        """
+        log_file = self._paths.supervisor_log
+        try:
+            log = open_log(log_file)
+        except OSError as error:
+            raise WcacheError(f"log can not be written: {error}") from None
+        start = os.fstat(log).st_size
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            subprocess.run(
+                [*self._launch_command, "--empty", "--detach", "--ready-fd", str(writer),
+                 *([self._instance] if self._instance else [])],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(writer,),
+                env=clean_environment(), start_new_session=True, check=False,
+                timeout=LAUNCH_TIMEOUT_S,
+            )  # fmt: skip
+            os.close(writer)
+            writer = -1
+            ready = _is_ready(reader)
+        except subprocess.TimeoutExpired:
+            ready = False
+        finally:
+            os.close(log)
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
+        if not ready and not self._is_up():
+            reason = _last_line(log_file, start) or "it said nothing"
+            raise WcacheError(f"supervisor did not start: {reason}", hint=f"see {log_file}")
+
+    def _is_up(self) -> bool:
+        """True when another command has launched one at the same time."""
+        try:
+            self._ask(Show(), Reports)
+        except NoSuchRankError:
+            return False
+        return True
+
+
+def _is_ready(reader: int) -> bool:
+    """Waits for the byte that says so; the end of the stream says that it will not come."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    return bool(poll.poll(LAUNCH_TIMEOUT_S * 1000)) and os.read(reader, 1) != b""
+
+
+def _last_line(log_file: Path, start: int) -> str:
+    """The last line that was logged after ``start`` and is not a hint."""
+    with contextlib.suppress(OSError), log_file.open("rb") as file:
+        file.seek(max(start, log_file.stat().st_size - _MAX_TAIL_BYTES))
+        lines = file.read(_MAX_TAIL_BYTES).decode(errors="replace").splitlines()
+        # Without the time, level and name that stand in front of each line of the log.
+        said = [line.partition("]: ")[2] or line for line in lines]
+        return next((line for line in reversed(said) if not line.startswith("hint:")), "")
+    return ""

@@ -1,0 +1,117 @@
+"""The loader that runs beside a rank's daemon: at most one at a time."""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable
+
+from wcache.supervise.interface import LoaderState
+from wcache.supervise.loop import Loop
+from wcache.supervise.spawn import Plan, Process, spawn
+from wcache.supervise.timing import Timing
+
+log = logging.getLogger(__name__)
+
+
+class LoaderSlot:
+    """Runs a loader when it is asked to; a loader that fails is reported, never run again."""
+
+    def __init__(self, name: str, loop: Loop, timing: Timing, plan: Callable[[], Plan]) -> None:
+        self._name = name
+        self._loop = loop
+        self._timing = timing
+        self._plan = plan
+        self._process: Process | None = None
+        self._again = False
+        self._asked_to_end = False
+        self._terminate_at = math.inf
+        self._kill_at = math.inf
+        self.result = ""
+        """How the last loader ended; empty for well, or when it was asked to end."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    @property
+    def state(self) -> LoaderState:
+        if self._process:
+            return "running"
+        return "failed" if self.result else "inactive"
+
+    @property
+    def deadline(self) -> float:
+        return min(self._terminate_at, self._kill_at)
+
+    def run(self) -> None:
+        """Runs a loader; one that is at work for the same daemon is left alone."""
+        if self._process and not self._asked_to_end:
+            return
+        self.run_anew()
+
+    def run_anew(self) -> None:
+        """Runs a loader for a new daemon, after the end of one that served the daemon before."""
+        if self._process:
+            self._again = True
+            self._terminate()
+            return
+        self._again = False
+        self.result = ""
+        try:
+            self._process = spawn(self._plan())
+        except OSError as error:
+            self.result = f"can not be started: {error}"
+            log.error("loader of rank %s %s", self._name, self.result)
+            return
+        self._asked_to_end = False
+        self._loop.watch(self._process.pidfd, self._ended)
+
+    def stop(self) -> None:
+        """Ends the loader now."""
+        self._again = False
+        if self._process:
+            self._terminate()
+
+    def stop_soon(self) -> None:
+        """Ends the loader if it does not end by itself: its daemon is gone for good."""
+        self._again = False
+        if self._process and not self._asked_to_end:
+            self._terminate_at = time.monotonic() + self._timing.loader_grace_s
+
+    def tick(self, now: float) -> None:
+        if not self._process:
+            return
+        if now >= self._kill_at:
+            self._kill_at = math.inf
+            log.warning("loader of rank %s (pid %d) does not end, killed", self._name, self.pid)
+            self._process.send(signal.SIGKILL)
+        elif now >= self._terminate_at:
+            self._terminate()
+
+    def _terminate(self) -> None:
+        assert self._process
+        self._terminate_at = math.inf
+        if not self._asked_to_end:
+            self._asked_to_end = True
+            self._kill_at = time.monotonic() + self._timing.stop_timeout_s
+            self._process.send(signal.SIGTERM)
+
+    def _ended(self) -> None:
+        assert self._process
+        ending = self._process.reap()
+        if ending is None:
+            return
+        self._loop.unwatch(self._process.pidfd)
+        self._process.close()
+        self._process = None
+        self._terminate_at = self._kill_at = math.inf
+        if not (ending.is_clean or self._asked_to_end):
+            self.result = str(ending)
+            log.warning("loader of rank %s ended: %s", self._name, ending)
+        if self._again:
+            self.run_anew()

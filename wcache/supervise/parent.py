@@ -1,0 +1,362 @@
+"""``wcache supervise``: the parent of an instance's daemons where systemd is not running."""
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from wcache.config import load_config
+from wcache.errors import (
+    ConfigError,
+    ExitCode,
+    NoPermissionError,
+    NotReadyError,
+    TryAgainError,
+    WcacheError,
+)
+from wcache.log import setup_logging
+from wcache.paths import InstancePaths
+from wcache.protocol import MAX_TEXT, RefusalReason, Refused
+from wcache.supervise.ground import (
+    Signals,
+    lock_folder,
+    make_private_folder,
+    raise_descriptor_limit,
+    reap_orphans,
+    seal_descriptors,
+)
+from wcache.supervise.loop import Loop
+from wcache.supervise.messages import (
+    Load,
+    Ok,
+    Reports,
+    Request,
+    Restart,
+    Show,
+    Shutdown,
+    Start,
+    Stop,
+)
+from wcache.supervise.plans import RankPlans
+from wcache.supervise.record import RECORD_NAME, load_ranks, save_ranks
+from wcache.supervise.server import ControlServer, Peer
+from wcache.supervise.takeover import find_daemon
+from wcache.supervise.timing import Commands, Timing
+from wcache.supervise.unit import Unit
+
+log = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 60.0
+_REASONS: tuple[tuple[type[WcacheError], RefusalReason], ...] = (
+    (TryAgainError, "busy"),
+    (NotReadyError, "not_ready"),
+    (NoPermissionError, "permission"),
+)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request whose answer is still to come."""
+
+    peer: Peer
+    answer: Callable[[], Ok | Refused | None]
+
+
+class Parent:
+    """The ranks of one instance and whoever gives commands for them."""
+
+    def __init__(
+        self,
+        paths: InstancePaths,
+        signals: Signals,
+        *,
+        timing: Timing,
+        commands: Commands,
+        soft_limit: int | None,
+        ends_when_idle: bool,
+    ) -> None:
+        self._paths = paths
+        self._signals = signals
+        self._timing = timing
+        self._commands = commands
+        self._soft_limit = soft_limit
+        self._ends_when_idle = ends_when_idle
+        self._loop = Loop()
+        self._units: dict[int, Unit] = {}
+        self._waiting: list[Waiting] = []
+        self._recorded: set[int] = set()
+        self._ending = False
+        self._idle_since = time.monotonic()
+        self._loop.watch(signals.wakeup, signals.drain)
+        self._server = ControlServer(self._loop, paths.supervisor_socket, self._handle)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def adopt(self) -> int:
+        """Looks for the daemons of the supervisor before; returns how many ranks it had."""
+        recorded = load_ranks(self._record_file)
+        self._recorded = set(recorded)
+        for rank in recorded:
+            self._unit(rank).adopt()
+        return len(recorded)
+
+    def run(self) -> None:
+        """Serves until a signal, a command or idleness ends it."""
+        while not self._is_done():
+            self._loop.step(self._timeout())
+            now = time.monotonic()
+            for unit in list(self._units.values()):
+                if unit.deadline <= now:
+                    unit.tick(now)
+            if self._signals.stop:
+                self._signals.stop = False
+                self._stop_everything("signal")
+            if os.getpid() == 1:
+                reap_orphans({pid for unit in self._units.values() for pid in unit.pids})
+            self._answer_waiting()
+            self._keep_record()
+        self._keep_record()
+
+    def close(self) -> None:
+        self._server.close()
+        for unit in self._units.values():
+            unit.close()
+        self._loop.close()
+
+    def start(self, ranks: Iterable[int]) -> None:
+        """Raises :class:`WcacheError` or ``OSError`` for the first rank that can not be."""
+        for rank in sorted(set(ranks)):
+            self._unit(rank).start()
+
+    def _timeout(self) -> float:
+        now = time.monotonic()
+        deadline = min((unit.deadline for unit in self._units.values()), default=math.inf)
+        if self._is_idle():
+            deadline = min(deadline, self._idle_since + self._timing.idle_s)
+        return min(max(0.0, deadline - now), _LONGEST_WAIT_S)
+
+    def _is_done(self) -> bool:
+        if self._ending:
+            return not self._waiting and all(unit.is_gone for unit in self._units.values())
+        if not self._is_idle():
+            self._idle_since = time.monotonic()
+            return False
+        if time.monotonic() - self._idle_since < self._timing.idle_s:
+            return False
+        # Somebody may have come at the last moment.
+        self._server.accept()
+        if self._server.connections:
+            return False
+        log.info("no rank is up, the supervisor ends")
+        return True
+
+    def _is_idle(self) -> bool:
+        """A rank that failed is something to show, so it keeps the supervisor."""
+        return (
+            self._ends_when_idle
+            and not self._server.connections
+            and all(unit.is_gone and unit.state != "failed" for unit in self._units.values())
+        )
+
+    def _keep_record(self) -> None:
+        up = {rank for rank, unit in self._units.items() if unit.is_up}
+        if up == self._recorded:
+            return
+        # Also when it fails: not again at every turn of the loop, the next change writes it.
+        self._recorded = up
+        try:
+            save_ranks(self._record_file, up)
+        except OSError as error:
+            log.error("started ranks can not be recorded: %s", error)
+
+    @property
+    def _record_file(self) -> Path:
+        return self._paths.supervisor_folder / RECORD_NAME
+
+    def _unit(self, rank: int) -> Unit:
+        """Raises ``OSError`` when the rank's notify socket can not be made."""
+        if rank not in self._units:
+            paths = self._paths.rank(rank)
+            plans = RankPlans(
+                rank=paths.id,
+                paths=self._paths,
+                commands=self._commands,
+                watchdog_s=self._timing.watchdog_s,
+                soft_limit=self._soft_limit,
+            )
+            notify = self._paths.supervisor_folder / f"notify.{rank}"
+            self._units[rank] = Unit(paths, notify, self._loop, plans, self._timing)
+        return self._units[rank]
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _handle(self, peer: Peer, request: Request) -> None:
+        try:
+            self._obey(peer, request)
+        except WcacheError as error:
+            peer.answer(refusal(error))
+        except OSError as error:
+            peer.answer(Refused(reason="invalid", message=str(error)[:MAX_TEXT]))
+
+    def _obey(self, peer: Peer, request: Request) -> None:
+        if self._ending and not isinstance(request, Show | Stop | Shutdown):
+            raise TryAgainError("the supervisor is ending")
+        match request:
+            case Show():
+                peer.answer(Reports(units=tuple(u.report() for u in self._units.values())))
+            case Start(ranks=ranks):
+                self.start(ranks)
+                peer.answer(Ok())
+            case Load(ranks=ranks):
+                for rank in sorted(set(ranks)):
+                    self._known(rank).load()
+                peer.answer(Ok())
+            case Restart(ranks=ranks):
+                self._restart(peer, sorted(set(ranks)))
+            case Stop(ranks=ranks):
+                self._stop(peer, sorted(set(ranks)))
+            case Shutdown():
+                self._stop_everything("command")
+                self._wait(peer, lambda: self._when_gone(list(self._units.values())))
+
+    def _known(self, rank: int) -> Unit:
+        if rank not in self._units:
+            raise TryAgainError(f"rank {self._paths.rank(rank).id} is not up",
+                                hint="wcache up starts it")  # fmt: skip
+        return self._units[rank]
+
+    def _restart(self, peer: Peer, ranks: list[int]) -> None:
+        before = {}
+        for rank in ranks:
+            unit = self._unit(rank)
+            before[unit] = unit.starts
+            unit.restart()
+
+        def answer() -> Ok | Refused | None:
+            for unit, starts in before.items():
+                if unit.starts == starts and not unit.waits_to_restart:
+                    return refusal(_not_restarted(unit))
+            return Ok() if all(unit.starts > before[unit] for unit in before) else None
+
+        self._wait(peer, answer)
+
+    def _stop(self, peer: Peer, ranks: list[int]) -> None:
+        units = []
+        for rank in ranks:
+            unit = self._units.get(rank)
+            if unit is None or unit.is_gone:
+                # A daemon may be up without this supervisor's doing.
+                found = find_daemon(self._paths.rank(rank).socket)
+                if found:
+                    unit = self._unit(rank)
+                    unit.take_over(found)
+            if unit:
+                unit.stop()
+                units.append(unit)
+        self._wait(peer, lambda: self._when_gone(units))
+
+    def _stop_everything(self, why: str) -> None:
+        if not self._ending:
+            self._ending = True
+            log.info("%s: every rank is stopped, which frees their weights", why)
+            for _, unit in sorted(self._units.items()):
+                unit.stop()
+
+    def _when_gone(self, units: list[Unit]) -> Ok | None:
+        return Ok() if all(unit.is_gone for unit in units) else None
+
+    def _wait(self, peer: Peer, answer: Callable[[], Ok | Refused | None]) -> None:
+        self._waiting.append(Waiting(peer, answer))
+
+    def _answer_waiting(self) -> None:
+        still = []
+        for waiting in self._waiting:
+            if not waiting.peer.is_open:
+                continue
+            if answer := waiting.answer():
+                waiting.peer.answer(answer)
+            else:
+                still.append(waiting)
+        self._waiting = still
+
+
+def _not_restarted(unit: Unit) -> WcacheError:
+    if unit.unkept:
+        return WcacheError(
+            f"rank {unit.id} is not restarted, its descriptors are not stored: {unit.unkept}",
+            hint="a restart would lose the weights; wcache down and wcache up load them anew",
+        )
+    return TryAgainError(f"rank {unit.id} was stopped meanwhile")
+
+
+def refusal(error: WcacheError) -> Refused:
+    """What ``error`` becomes on the control socket."""
+    reasons = (reason for kind, reason in _REASONS if isinstance(error, kind))
+    return Refused(
+        reason=next(reasons, "invalid"), message=error.message[:MAX_TEXT], hint=error.hint
+    )
+
+
+def run(
+    instance: str,
+    *,
+    start_configured: bool = True,
+    ends_when_idle: bool = False,
+    ready_fd: int | None = None,
+    timing: Timing | None = None,
+    commands: Commands | None = None,
+) -> int:
+    """Supervises ``instance`` until SIGTERM, SIGINT or a command; returns an exit code.
+
+    With ``start_configured`` the ranks of the instance's configuration are started, if there is
+    one. ``ready_fd`` is closed, after one byte, when commands are taken. Raises
+    :class:`WcacheError` when it can not begin.
+    """
+    timing = timing or Timing()
+    paths = InstancePaths.of(instance)
+    setup_logging("supervise", instance or "default")
+    seal_descriptors()
+    try:
+        make_private_folder(paths.supervisor_folder)
+        lock = lock_folder(paths.supervisor_folder, instance, timing.lock_wait_s)
+        parent = Parent(
+            paths,
+            Signals(),
+            timing=timing,
+            commands=commands or Commands(),
+            soft_limit=raise_descriptor_limit(),
+            ends_when_idle=ends_when_idle,
+        )
+    except OSError as error:
+        raise WcacheError(f"can not begin: {error}", hint="see WCACHE_RUN_DIR") from None
+    try:
+        adopted = parent.adopt()
+        if start_configured and paths.config_file.exists():
+            _start_configured(parent, paths, adopted)
+        if ready_fd is not None:
+            with contextlib.suppress(OSError):  # whoever waited has gone
+                os.write(ready_fd, b"\n")
+                os.close(ready_fd)
+        parent.run()
+    finally:
+        parent.close()
+        os.close(lock)
+    return ExitCode.DONE
+
+
+def _start_configured(parent: Parent, paths: InstancePaths, adopted: int) -> None:
+    """A configuration that can not be read ends a supervisor only if it keeps nothing yet."""
+    try:
+        parent.start(load_config(paths.config_file).ranks.local_ranks())
+    except ConfigError as error:
+        if not adopted:
+            raise
+        for line in error.problems or (error.message,):
+            log.error("%s", line)
+    except (WcacheError, OSError) as error:
+        # Ranks that are up already are not given up for one that is not.
+        log.error("not every rank could be started: %s", error)
