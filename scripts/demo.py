@@ -1,6 +1,6 @@
-"""The main job, shown step by step on the CPU; ends with status 1 at the first claim that fails.
+"""The main job, shown step by step; ends with status 1 at the first claim that fails.
 
-    python scripts/demo.py CHECKPOINT
+    python scripts/demo.py CHECKPOINT [cpu|cuda]
 
 Everything runs in folders of the demo's own and is gone afterwards.
 """
@@ -22,16 +22,18 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 
 
-def main(checkpoint: Path) -> None:
+def main(checkpoint: Path, device: str) -> None:
     root = Path(tempfile.mkdtemp(prefix="wcache-demo-"))
     os.environ.update(
         WCACHE_RUN_DIR=str(root / "run"),
         WCACHE_CONFIG_DIR=str(root / "etc"),
         WCACHE_STATE_DIR=str(root / "state"),
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it cleans up
     try:
-        one_rank(checkpoint)
-        three_ranks(checkpoint)
+        one_rank(checkpoint, device)
+        if device == "cpu":
+            three_ranks(checkpoint)
     finally:
         for instance in ("", "three"):
             wcache("down", "--force", *named(instance), check=False, quiet=True)
@@ -39,21 +41,20 @@ def main(checkpoint: Path) -> None:
     print("\nEverything above was checked, not only printed.")
 
 
-def one_rank(checkpoint: Path) -> None:
-    weights = checkpoint / "model.safetensors"
-    before = shared_memory()
+def one_rank(checkpoint: Path, device: str) -> None:
+    before = memory_used(device)
 
     step("Load the model into a daemon; a supervisor keeps its memory's descriptors")
-    wcache("up", "--model", str(checkpoint), "--tp", "1", "--device", "cpu")
+    wcache("up", "--model", str(checkpoint), "--tp", "1", "--device", device)
     first = rank_status()
     expect(first["how"] == "loaded", "the rank was loaded from disk")
-    held = shared_memory() - before
-    print(f"  shared memory in use: {held // MIB} MiB more than before")
+    held = memory_used(device) - before
+    print(f"  {MEMORY[device]} in use: {held // MIB} MiB more than before")
 
     step("A fresh engine takes its weights from the map; another one reads them from disk")
     with engine(checkpoint, "--serve") as serving:
         mapped = read_line(serving)
-        from_disk = run_engine(checkpoint, "--disk")
+        from_disk = run_engine(checkpoint, f"--disk={device}")
         expect(mapped["tokens"] == from_disk["tokens"], "both generate the same tokens")
         for text in mapped["texts"]:
             print(f"  > {text!r}")
@@ -61,15 +62,16 @@ def one_rank(checkpoint: Path) -> None:
         print(f"  cache) {from_disk['ready_s']:.2f} s; both after imports")
 
         step("kill -9 of the daemon while that engine generates, with the checkpoint moved away")
-        with moved_away(weights):
+        weights_bytes = size_of(checkpoint)
+        with moved_away(checkpoint):
             os.kill(first["pid"], signal.SIGKILL)
             second, seconds = wait_for_new_daemon(first["pid"])
             expect(second["how"] == "adopted", "the new daemon adopted the memory")
             read = bytes_read(second["pid"])
             print(f"  ready again after {seconds:.2f} s with pid {second['pid']}")
-            print(f"  that daemon has read {read // 1024} KiB in all (/proc/PID/io), Python's own")
-            print(f"  modules, of a checkpoint of {weights_size(weights) // MIB} MiB, which was")
-            print("  not there to be read")
+            print(f"  that daemon has read {read // 1024} KiB in all (/proc/PID/io): Python's own")
+            print(f"  modules, and nothing of the checkpoint's {weights_bytes // MIB} MiB, which")
+            print("  were not there to be read")
             for _ in range(3):
                 expect(read_line(serving)["same"], "the engine goes on with the same answers")
             wait_until(lambda: rank_status()["leases"] == 1, "the engine renews its lease")
@@ -81,8 +83,8 @@ def one_rank(checkpoint: Path) -> None:
 
     step("Take it down; the memory is free again")
     wcache("down")
-    left = shared_memory() - before
-    print(f"  shared memory in use: {left // MIB} MiB more than at the start")
+    left = memory_used(device) - before
+    print(f"  {MEMORY[device]} in use: {left // MIB} MiB more than at the start")
     expect(left < held // 10, "the weights' memory was given back")
 
 
@@ -192,18 +194,23 @@ def read_line(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def moved_away(path: Path) -> Iterator[None]:
-    aside = path.with_name(path.name + ".aside")
-    path.rename(aside)
+def moved_away(checkpoint: Path) -> Iterator[None]:
+    """Takes the weights, and only them, out of the checkpoint's folder."""
+    aside = Path(tempfile.mkdtemp(dir=checkpoint.parent))
+    moved = [(path, aside / path.name) for path in checkpoint.glob("*.safetensors")]
     try:
+        for path, place in moved:
+            path.rename(place)
         yield
     finally:
-        aside.rename(path)
+        for path, place in moved:
+            if place.exists():
+                place.rename(path)
+        aside.rmdir()
 
 
-def weights_size(path: Path) -> int:
-    aside = path.with_name(path.name + ".aside")
-    return (path if path.exists() else aside).stat().st_size
+def size_of(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
 
 
 def bytes_read(pid: int) -> int:
@@ -212,8 +219,15 @@ def bytes_read(pid: int) -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def shared_memory() -> int:
-    """Bytes of memfds, tmpfs and the like on the whole machine."""
+MEMORY = {"cpu": "shared memory", "cuda": "memory of the GPUs"}
+
+
+def memory_used(device: str) -> int:
+    """Bytes in use on the whole machine: memfds, tmpfs and the like, or all GPUs' memory."""
+    if device == "cuda":
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return sum(int(line) for line in done.stdout.split()) * MIB
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("Shmem:"):
             return int(line.split()[1]) * 1024
@@ -221,6 +235,6 @@ def shared_memory() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], ["cpu"], ["cuda"]):
         sys.exit(__doc__)
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), (sys.argv[2:] or ["cpu"])[0])

@@ -189,6 +189,23 @@ def test_publisher_that_dies_leaves_room_for_the_next(
     assert report(places).problems == ()
 
 
+def test_descriptors_are_told_apart_from_the_message_before_them(
+    places: Places, store: Store, start: Start
+) -> None:
+    """The kernel gives a plain frame and the next one's descriptors in one read."""
+    places.write_config(publish_config())
+    daemon = start()
+    described = manifest()
+    with Control.connect(places.rank(), "loader") as loader, offered(described, [b"a"]) as fds:
+        loader.request(AskLoad(source="engine"), LoadOrder)
+        daemon.send_signal(signal.SIGSTOP)
+        loader.tell(Progress(phase="publish", done_bytes=1, total_bytes=1))
+        loader.channel.send(Publish(slabs=described.slabs), fds)
+        daemon.send_signal(signal.SIGCONT)
+        store.serve(lambda: "READY=1" in store.said[-2:])
+        assert receive_reply(loader.channel, Published).generation == 1
+
+
 def test_failed_reload_leaves_the_weights_served(
     places: Places, store: Store, start: Start
 ) -> None:

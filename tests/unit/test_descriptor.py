@@ -131,7 +131,7 @@ def test_a_file_with_the_name_of_a_dmabuf_is_no_cuda_slab(opened: Opened) -> Non
 def test_a_device_of_nvidias_major_is_a_cuda_slab(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Stands for /dev/nvidiactl, which is not on every machine: the number is set to that of /dev/null.
+    # /dev/null stands for /dev/nvidiactl, which is not on every machine.
     monkeypatch.setattr(descriptor, "_NVIDIA_MAJOR", 1)
     check_descriptor(opened(os.open("/dev/null", os.O_RDWR)), CUDA)
     with pytest.raises(ProtocolError, match="not opened for reading"):

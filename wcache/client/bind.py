@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from wcache.client.collector import collector_paused
 from wcache.client.extras import find_extras
 from wcache.client.private import private_copies
 from wcache.client.slots import Slot, Tree, is_settable
@@ -37,7 +38,7 @@ def bind(
     plan = _plan(module, manifest, tensors)
     extras = find_extras(plan.tree, manifest.extras, plan.described.keys())
     ties = _find_ties(plan, allow_missing)
-    with torch.no_grad():
+    with torch.no_grad(), collector_paused():
         private = private_copies(manifest, tensors, plan.copies.keys())
         made: dict[int, torch.nn.Parameter] = {}
         for name, slot in plan.parameters.items():

@@ -33,13 +33,10 @@ class Lease:
     own attaches again.
     """
 
-    def __init__(
-        self, paths: RankPaths, control: Control, manifest_digest: str, generation: int
-    ) -> None:
+    def __init__(self, paths: RankPaths, control: Control, manifest_digest: str) -> None:
         """Takes ownership of ``control``, on which the weights were attached."""
         self._paths = paths
         self._digest = manifest_digest
-        self._generation = generation
         self._state = HELD
         self._control: Control | None = control
         # Readable once the lease is released. Only release() writes to it, once, and only the
@@ -142,11 +139,10 @@ class Lease:
     def _renewed(self) -> Control:
         control = Control.connect(self._paths, "client", timeout_s=_RENEW_TIMEOUT_S)
         try:
-            leased = control.request(Renew(manifest_digest=self._digest), Leased)
+            control.request(Renew(manifest_digest=self._digest), Leased)
         except BaseException:
             control.close()
             raise
-        self._generation = leased.generation
         return control
 
     def _is_released(self, timeout_s: float | None) -> bool:

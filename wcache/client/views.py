@@ -4,7 +4,7 @@ import torch
 
 from wcache.errors import ManifestError
 from wcache.load.dtypes import TORCH_DTYPES
-from wcache.manifest import DTYPE_BYTES, Manifest, Tensor
+from wcache.manifest import Manifest, Tensor
 
 
 def views(manifest: Manifest, whole: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ def views(manifest: Manifest, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         if base is None:
             base = bases[tensor.dtype] = whole.view(_torch_dtype(tensor))
         # Storages begin at multiples of 256 bytes, so in whole elements of every dtype.
-        begin = manifest.storages[tensor.storage].offset // DTYPE_BYTES[tensor.dtype]
+        begin = manifest.storages[tensor.storage].offset // base.element_size()
         made[tensor.name] = base.as_strided(
             tensor.shape, tensor.stride, begin + tensor.storage_offset
         )

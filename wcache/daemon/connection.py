@@ -35,6 +35,7 @@ class Connection:
         self._socket.setblocking(False)
         self._reader = FrameReader()
         self._fds: list[int] = []
+        self._announced = 0
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._out_bytes = 0
         self._waiting_since: float | None = time.monotonic()
@@ -73,9 +74,27 @@ class Connection:
         elif self._waiting_since is None:
             self._waiting_since = time.monotonic()
 
+    def announce(self, count: int) -> None:
+        """Notes that ``count`` of the descriptors belong to the message that follows.
+
+        The kernel may give the end of one message and a frame with descriptors in one read, so
+        what has come by now is no sign of what belongs to which message: only the count is.
+        """
+        if not 0 < count <= MAX_FDS_PER_FRAME:
+            raise ProtocolError(f"{count} descriptors were announced")
+        self._announced += count
+        if self._announced > MAX_FDS_PER_TRANSFER:
+            raise ProtocolError("too many descriptors")
+
     def take_fds(self) -> list[int]:
-        """All descriptors that came since the last call; the caller owns them."""
-        fds, self._fds = self._fds, []
+        """The descriptors that were announced for the message at hand; the caller owns them.
+
+        Raises :class:`ProtocolError` when fewer have come.
+        """
+        count, self._announced = self._announced, 0
+        if len(self._fds) < count:
+            raise ProtocolError(f"{len(self._fds)} descriptors came, {count} were announced")
+        fds, self._fds = self._fds[:count], self._fds[count:]
         return fds
 
     def queue(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
@@ -109,5 +128,6 @@ class Connection:
                 self._out.appendleft((frame[sent:], ()))
 
     def close(self) -> None:
-        close_all(self.take_fds())
+        close_all(self._fds)
+        self._fds = []
         self._socket.close()

@@ -46,7 +46,8 @@ _ROLES: dict[type[Request], Role] = {
 def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_pid: int) -> None:
     """Answers one message; a refusal that ends the conversation sets ``peer.closing``."""
     if isinstance(message, Descriptors):
-        return  # they wait in the connection for the message that they belong to
+        peer.announce(message.count)
+        return
     fds = peer.take_fds()
     if fds and not isinstance(message, Publish):
         close_all(fds)

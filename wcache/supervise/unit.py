@@ -156,12 +156,11 @@ class Unit:
         self._loader.stop()
         self._restart_asked = False
         if self._main is None:
-            self._stop_asked = True
             self._result = ""
             self._settle("inactive")
         elif not self._stop_asked:
-            self._stop_asked = True
             self._terminate("stopping")
+        self._stop_asked = True
 
     def close(self) -> None:
         """Ends the rank's part of the supervisor; its processes are left alone."""

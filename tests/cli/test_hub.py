@@ -1,0 +1,125 @@
+"""Hub ids: found in the local cache, pinned to the commit, and said clearly when they are not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import write_llama
+from tests.cli.snapshot import environment
+from tests.places import Places
+from wcache.errors import CheckpointError
+from wcache.hub import ResolvedModel, resolve_model
+
+pytestmark = pytest.mark.cli
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_RESOLVE = """
+import json, sys
+from wcache.errors import WcacheError
+from wcache.hub import resolve_model
+try:
+    found = resolve_model(sys.argv[1], sys.argv[2] or None)
+    print(json.dumps([str(found.path), found.hub_id, found.revision]))
+except WcacheError as error:
+    print(json.dumps([error.message, error.hint, int(error.exit_code)]))
+"""
+
+
+@pytest.fixture
+def cache(places: Places) -> Path:
+    """The hub's cache with one model as a download leaves it: refs, and a snapshot of links."""
+    folder = places.root / "hub" / "models--org--name"
+    whole = write_llama(places.root / "whole")
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    for index, file in enumerate(sorted(whole.iterdir())):
+        blob = folder / "blobs" / f"{index:040}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def resolve(places: Places, model: str, revision: str = "") -> list[str | int | None]:
+    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RESOLVE, model, revision],
+        env=environment(places),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found: list[str | int | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("revision", ["", "main", COMMIT])
+def test_a_cached_model_is_pinned_to_its_commit(revision: str, places: Places, cache: Path) -> None:
+    assert resolve(places, "org/name", revision) == [str(cache), "org/name", COMMIT]
+
+
+def test_a_revision_that_is_not_cached_is_named(places: Places, cache: Path) -> None:
+    message, hint, code = resolve(places, "org/name", "v9")
+    assert message == (
+        "org/name at revision v9 is not in the local cache, and the hub can not be reached"
+    )
+    assert "hf download" in str(hint)
+    assert code == 1
+
+
+def test_a_model_that_is_not_cached_is_named(places: Places) -> None:
+    message, _, code = resolve(places, "org/other")
+    assert str(message).startswith("org/other is not in the local cache")
+    assert code == 1
+
+
+def test_a_snapshot_that_lacks_weights_is_not_taken_for_the_model(
+    places: Places, cache: Path
+) -> None:
+    """Offline the hub's client gives what there is; the checkpoint then says what is missing."""
+    (cache / "model.safetensors").unlink()
+    path, hub_id, revision = resolve(places, "org/name")
+    assert (path, hub_id, revision) == (str(cache), "org/name", COMMIT)
+
+
+def test_without_huggingface_hub_a_hub_id_says_what_to_install(places: Places) -> None:
+    blocked = "import sys; sys.modules['huggingface_hub'] = None\n" + _RESOLVE
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, "org/name", ""],
+        env=environment(places),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    message, hint, _ = json.loads(done.stdout)
+    assert "huggingface_hub" in message
+    assert "pip install 'wcache[transformers]'" in hint
+
+
+def test_a_folder_is_never_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert resolve_model("org/name", "mine") == ResolvedModel(
+        path=tmp_path / "org" / "name", revision="mine"
+    )
+
+
+@pytest.mark.parametrize("model", ["/no/where", "./org/name", "name", "a/b/c", "../x", "org/", ""])
+def test_what_is_neither_folder_nor_hub_id_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError):
+        resolve_model(model, None)

@@ -1,0 +1,389 @@
+"""The main job as an operator does it: up, status, restart, verify, down, with real processes."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
+from tests.cli.snapshot import Done, check, environment, wcache
+from tests.places import Places
+from wcache.config import load_config
+from wcache.control import Control
+from wcache.paths import InstancePaths
+from wcache.protocol import Attach, Attached, Report
+from wcache.ranks import ask
+from wcache.wire import close_all, peer_credentials
+
+pytestmark = [pytest.mark.cli, pytest.mark.process]
+
+PATIENCE_S = 30.0
+SMALL = ("--device", "cpu", "--slab-bytes", "2MiB")
+
+
+class Node:
+    """A machine of the test's own, with an operator at it."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.root = places.root
+        self.model = write_llama(places.root / "model")
+        self.paths: InstancePaths = places.instance()
+
+    def __call__(self, *arguments: str) -> Done:
+        return wcache(self.places, *arguments)
+
+    def up(self, *arguments: str) -> Done:
+        return self("up", "--model", str(self.model), *SMALL, *arguments)
+
+    def report(self, rank: int = 0) -> Report:
+        found = ask(self.paths.rank(rank))
+        assert found is not None
+        return found
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self("status", "--json").stdout)
+        return found
+
+    @contextlib.contextmanager
+    def lease(self, rank: int = 0) -> Iterator[Attached]:
+        """An engine that has attached; it is this process."""
+        with Control.connect(self.paths.rank(rank), "client") as control:
+            attached = control.request(Attach(), Attached)
+            close_all(control.channel.take_fds(1 + len(attached.slabs)))
+            yield attached
+
+
+@pytest.fixture
+def node(places: Places) -> Iterator[Node]:
+    made = Node(places)
+    yield made
+    _end_everything(made)
+
+
+def _end_everything(node: Node) -> None:
+    """The operator's way, and then by the sockets of whatever would not go."""
+    node("down", "--force")
+    sockets = sorted(
+        node.paths.run.glob("*/control.sock"), key=lambda path: "super" not in str(path)
+    )
+    for path in sockets:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)):
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(peer_credentials(probe).pid, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {PATIENCE_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+def test_up_status_verify_and_down_say_what_they_did(node: Node) -> None:
+    # Quiet: which phases of a load are seen depends on when one looks.
+    check(node.up("--quiet"), "job_up", node.root)
+    check(node("status"), "job_status", node.root)
+    check(node("verify"), "job_verify", node.root)
+    check(node("verify", "--quick", "--json"), "job_verify_quick_json", node.root)
+    check(node.up(), "job_up_again", node.root)
+    check(node("restart"), "job_restart", node.root)
+    check(node("down"), "job_down", node.root)
+    check(node("status"), "job_status_down", node.root)
+
+
+def test_up_writes_what_a_reboot_needs(node: Node) -> None:
+    assert node.up().code == 0
+    config = load_config(node.paths.config_file)
+    assert config.model.path == str(node.model)
+    assert (config.model.content or "").startswith("sha256:")
+    assert node("down").code == 0
+    assert node("up").code == 0
+    assert node.report().state == "ready"
+
+
+def test_a_second_up_touches_nothing(node: Node) -> None:
+    assert node.up().code == 0
+    before, written = node.report(), node.paths.config_file.stat().st_mtime_ns
+    assert node.up().code == 0
+    after = node.report()
+    assert after.pid == before.pid
+    assert after.generations == before.generations
+    assert node.paths.config_file.stat().st_mtime_ns == written
+
+
+def test_restart_keeps_the_weights_and_says_so(node: Node) -> None:
+    assert node.up().code == 0
+    before = node.report()
+    done = node("restart", "0")
+    after = node.report()
+    assert done.code == 0
+    assert "adopted generation 1" in done.stderr
+    assert after.pid != before.pid
+    assert before.serving is not None
+    assert after.serving is not None
+    assert after.serving.manifest_digest == before.serving.manifest_digest
+    assert after.serving.how == "adopted"
+
+
+def test_a_killed_daemon_is_back_with_its_weights(node: Node) -> None:
+    assert node.up().code == 0
+    before = node.report()
+    os.kill(before.pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        found = ask(node.paths.rank(0))
+        return found is not None and found.pid != before.pid and found.serving is not None
+
+    wait_for(is_back, "a new daemon that serves")
+    status = node.status()
+    assert status["ready"]
+    assert status["ranks"][0]["how"] == "adopted"
+    assert status["ranks"][0]["restarts"] == 1
+    assert node("verify").code == 0
+
+
+def test_another_model_is_refused_while_an_engine_uses_the_old_one(node: Node) -> None:
+    assert node.up().code == 0
+    config = node.paths.config_file.read_bytes()
+    other = write_checkpoint(node.root / "other", llama_tensors(seed=1))
+    with node.lease() as attached:
+        done = node("up", "--model", str(other), *SMALL)
+        assert done.code == 1
+        assert f"pid {os.getpid()}" in done.stderr
+        assert "content: cached" in done.stderr
+        assert node.paths.config_file.read_bytes() == config
+        held = node.report()
+        assert [one.manifest_digest for one in held.generations] == [attached.manifest_digest]
+        assert held.differences == ()
+    assert node("up", "--model", str(other), *SMALL).code == 0
+    assert node.status()["ranks"][0]["generation"] == 2
+    assert node("verify").code == 0
+
+
+def test_down_is_refused_while_an_engine_uses_the_weights(node: Node) -> None:
+    assert node.up().code == 0
+    with node.lease():
+        assert node("status").stdout.count(f" {os.getpid()} ") == 1
+        done = node("down")
+        assert done.code == 1
+        assert f"pid {os.getpid()}" in done.stderr
+        assert "--force" in done.stderr
+        assert node.report().state == "ready"
+        forced = node("down", "--force")
+        assert forced.code == 0
+        assert "free only when they end" in forced.stderr
+    assert ask(node.paths.rank(0)) is None
+
+
+def test_down_ends_the_supervisor_too(node: Node) -> None:
+    assert node.up().code == 0
+    assert node("down").code == 0
+
+    def is_gone() -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            return probe.connect_ex(str(node.paths.supervisor_socket)) != 0
+
+    wait_for(is_gone, "the supervisor's end")
+
+
+def test_a_smaller_layout_stops_the_ranks_that_it_has_not(node: Node) -> None:
+    assert node.up("--dp", "2").code == 0
+    with node.lease(1):
+        refused = node.up()
+        assert refused.code == 1
+        assert "rank 1 would be gone" in refused.stderr
+    done = node.up()
+    assert done.code == 0
+    assert "rank 1 of the old layout down" in done.stderr
+    assert ask(node.paths.rank(1)) is None
+    assert [row["rank"] for row in node.status()["ranks"]] == [0]
+
+
+def test_one_rank_that_fails_leaves_the_others_alone(node: Node) -> None:
+    log = node.paths.log_file(1, "loader")
+    log.mkdir(parents=True)  # so that this loader alone can not be started
+    done = node.up("--dp", "2")
+    assert done.code == 1
+    assert "error: rank 1: the loader failed: " in done.stderr
+    assert "rank 0: ready" in done.stderr
+    assert node.report(0).state == "ready"
+    status = node("status")
+    assert status.code == 3
+    assert "rank 1: the loader failed" in status.stderr
+    log.rmdir()
+    assert node("up").code == 0
+
+
+def test_a_rank_whose_socket_can_not_be_is_said_before_anything_is_touched(node: Node) -> None:
+    node.paths.run.mkdir(parents=True)
+    (node.paths.run / "0").write_text("a file where the rank wants its folder")
+    done = node.up()
+    assert done.code == 75
+    assert "not a directory" in done.stderr
+    assert not node.paths.config_file.exists()
+
+
+def test_a_layout_that_can_not_be_is_refused_before_anything_is_touched(node: Node) -> None:
+    done = node.up("--tp", "2")
+    assert done.code == 78
+    assert "split a head" in done.stderr
+    assert not node.paths.config_file.exists()
+    assert not node.paths.supervisor_socket.exists()
+
+
+def test_too_little_memory_is_said_before_loading(node: Node) -> None:
+    """A checkpoint of 4 TiB, of which the disk holds nothing."""
+    nbytes = 4 << 40
+    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
+    file = node.model / "model.safetensors"
+    with file.open("wb") as out:
+        out.write(len(header).to_bytes(8, "little") + header.encode())
+        try:
+            out.truncate(8 + len(header) + nbytes)
+        except OSError:
+            pytest.skip("this file system has no files of 4 TiB")
+    done = node.up()
+    assert done.code == 1
+    assert "not enough memory: rank 0 needs 4096.0 GiB, " in done.stderr
+    assert not node.paths.config_file.exists()
+
+
+def test_verify_tells_a_changed_checkpoint_from_one_that_is_gone(node: Node) -> None:
+    assert node.up().code == 0
+    other = write_checkpoint(node.root / "other", llama_tensors(seed=1))
+    shutil.copy(other / "model.safetensors", node.model / "model.safetensors")
+    changed = node("verify", "--quick")
+    assert changed.code == 5
+    assert "model.safetensors" in changed.stdout
+    refused = node("down"), node("up")
+    assert [done.code for done in refused] == [0, 5]
+    shutil.rmtree(node.model)
+    write_llama(node.model)
+    assert node("up").code == 0
+    shutil.rmtree(node.model)
+    gone = node("verify")
+    assert gone.code == 0
+    assert "is not there any more" in gone.stdout
+
+
+def test_verify_goes_on_after_a_rank_that_has_no_weights(node: Node) -> None:
+    assert node.up("--dp", "2").code == 0
+    assert node("down", "1").code == 0
+    done = node("verify")
+    assert done.code == 3
+    assert "skipped" in done.stdout
+    assert done.stdout.count(" ok ") == 5
+
+
+def test_publish_mode_is_up_before_there_are_weights(node: Node) -> None:
+    done = node("up", "--model", "mine", "--loader", "publish", *SMALL)
+    assert done.code == 0
+    assert "waits for the first engine to publish" in done.stderr
+    status = node("status")
+    assert status.code == 3
+    assert " empty " in status.stdout
+
+
+def test_a_broken_configuration_hides_nothing_that_runs(node: Node) -> None:
+    assert node.up().code == 0
+    node.paths.config_file.write_text("[model]\npath = 7\n")
+    status = node("status")
+    assert status.code == 78
+    assert " ready " in status.stdout
+    assert status.stderr.count("model.path: expected `str`, got `int`") == 1
+    restarted = node("restart")
+    assert restarted.code == 0
+    assert "adopted" in restarted.stderr
+    assert node("down").code == 0
+
+
+def test_an_interrupted_up_leaves_the_load_going(node: Node) -> None:
+    """Ctrl-C ends the watching: what was asked for is done all the same."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wcache", "up", "--model", str(node.model), *SMALL],
+        env=environment(node.places), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(PATIENCE_S) == 130, first + rest
+    assert "loading goes on" in rest
+    wait_for(lambda: node("status").code == 0, "ready without anybody watching")
+
+
+def test_up_gives_up_waiting_and_not_the_load(node: Node) -> None:
+    done = node.up("--timeout", "0.1")
+    assert done.code == 3
+    assert "loading goes on" in done.stderr
+    assert node("up").code == 0
+
+
+def test_an_instance_is_apart_from_the_default_one(node: Node) -> None:
+    assert node.up("--instance", "draft").code == 0
+    assert node("status").code == 4
+    assert node("status", "draft:0").code == 0
+    assert node("status", "--instance", "draft", "0").code == 0
+    assert node("down", "--instance", "draft").code == 0
+
+
+def test_a_damaged_storage_is_named_with_its_tensors(node: Node) -> None:
+    """What an engine published with a digest that its bytes have not."""
+    from tests.publishing import publish
+
+    assert node("up", "--model", "test-model", "--loader", "publish", *SMALL).code == 0
+    publish(node.paths.rank(0), [b"content"])
+    done = node("verify")
+    assert done.code == 5
+    assert "storage 0 (t0)" in done.stdout
+    assert node("verify", "--quick").code == 0
+
+
+def test_logs_show_every_part(node: Node) -> None:
+    assert node.up().code == 0
+    shown = node("logs").stdout
+    for part in ("daemon[0]", "loader[0]", "supervisor"):
+        assert f"{part} " in shown
+    assert "daemon" not in node("logs", "0", "--loader").stdout.replace("daemon of", "")
+
+
+def test_status_as_json_reads_back(node: Node) -> None:
+    from wcache.commands.overview import InstanceStatus
+
+    assert node.up().code == 0
+    with node.lease():
+        status = msgspec.json.decode(node("status", "--json").stdout, type=InstanceStatus)
+    assert status.ready
+    assert [lease.pid for lease in status.leases] == [os.getpid()]
+    assert status.ranks[0].stored_fds == status.ranks[0].expected_fds == 3
+
+
+def test_the_lock_is_free_again_after_a_killed_up(node: Node) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wcache", "up", "--model", str(node.model), *SMALL],
+        env=environment(node.places), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    process.stderr.readline()
+    second = node("up")
+    process.kill()
+    process.wait(PATIENCE_S)
+    process.stderr.close()
+    assert second.code == 75
+    assert f"pid {process.pid}" in second.stderr
+    assert node("up").code == 0

@@ -1,0 +1,141 @@
+"""What ``status`` makes of what it is told: states, problems, exit codes."""
+
+import msgspec
+import pytest
+
+from tests.cli.views import absent, config, report, serving, unit
+from wcache.commands.overview import (
+    InstanceStatus,
+    LeaseStatus,
+    problem_lines,
+    rank_status,
+    tables,
+)
+from wcache.commands.restart import _check as check_restart
+from wcache.config import Config
+from wcache.errors import ExitCode, WcacheError
+from wcache.ranks import RankView
+from wcache.state import RankState
+
+pytestmark = pytest.mark.cli
+
+A = config("sha256:" + "a" * 64)
+B = config("sha256:" + "b" * 64)
+
+
+def status(
+    *views: RankView, of: Config | None = A, problems: tuple[str, ...] = ()
+) -> InstanceStatus:
+    return InstanceStatus(
+        instance="", config_file="x.toml", supervisor="direct", model="m", revision=None,
+        ready=True, ranks=tuple(rank_status(one, of) for one in views), leases=(),
+        problems=problems,
+    )  # fmt: skip
+
+
+def test_all_ranks_ready_is_done() -> None:
+    found = status(serving(0, of=A), serving(1, of=A))
+    assert found.exit_code == ExitCode.DONE
+    assert problem_lines(found) == []
+
+
+def test_one_rank_that_is_not_ready_is_not_ready() -> None:
+    found = status(serving(0, of=A), absent(1))
+    assert found.exit_code == ExitCode.NOT_READY
+    assert [row.state for row in found.ranks] == ["ready", "down"]
+
+
+def test_other_weights_than_the_wanted_are_a_mismatch() -> None:
+    held = serving(0, of=A).report
+    assert held is not None
+    drifted = msgspec.structs.replace(held, differences=serving_differences())
+    found = status(RankView(rank=0, report=drifted, unit=unit(0, stored_fds=3)))
+    assert found.exit_code == ExitCode.MISMATCH
+    assert problem_lines(found) == [
+        "rank 0: serves other weights than the configuration wants: content: cached"
+        " sha256:aaaaaaaaaaaa…, wanted sha256:bbbbbbbbbbbb…"
+    ]
+
+
+def serving_differences() -> object:
+    from wcache.fingerprint import compare, held_from, wanted_by
+
+    return compare(held_from(A, 0), wanted_by(B, 0))
+
+
+def test_a_configuration_that_can_not_be_read_hides_nothing_that_runs() -> None:
+    found = status(serving(0, of=A), of=None, problems=("x.toml: is not TOML",))
+    assert found.exit_code == ExitCode.CONFIGURATION
+    assert found.ranks[0].ready
+    assert problem_lines(found) == ["x.toml: is not TOML"]
+
+
+def test_what_the_daemon_says_of_the_configuration_is_said_once() -> None:
+    one = serving(0, of=A, problems=("x.toml: is not TOML", "disk is full"))
+    found = status(one, problems=("x.toml: is not TOML",))
+    assert problem_lines(found) == ["x.toml: is not TOML", "rank 0: disk is full"]
+
+
+def test_a_store_that_dropped_descriptors_is_a_problem() -> None:
+    one = RankView(rank=0, report=serving(0, of=A).report, unit=unit(0, stored_fds=1))
+    (line,) = problem_lines(status(one))
+    assert line == (
+        "rank 0: the supervisor keeps 1 of 3 descriptors: a restart would lose the weights"
+    )
+
+
+def test_a_restart_that_would_lose_the_weights_is_refused() -> None:
+    one = RankView(rank=0, report=serving(0, of=A).report, unit=unit(0, stored_fds=1))
+    with pytest.raises(WcacheError, match="1 of 3 descriptors"):
+        check_restart({0: one}, named=False, force=False)
+    check_restart({0: one}, named=False, force=True)
+    check_restart({0: serving(0, of=A)}, named=False, force=False)
+
+
+def test_a_silent_daemon_is_shown_as_such() -> None:
+    found = status(RankView(rank=0, silence="rank 0 does not answer within 3 s", unit=unit(0)))
+    assert found.ranks[0].state == "silent"
+    assert found.exit_code == ExitCode.NOT_READY
+    assert "does not answer" in problem_lines(found)[0]
+
+
+def test_a_daemon_that_ended_leaves_its_last_words() -> None:
+    ended = unit(0, state="failed", result="exit 78", status="load failed: no such shard")
+    found = status(RankView(rank=0, unit=ended))
+    assert found.ranks[0].state == "failed"
+    assert problem_lines(found) == [
+        "rank 0: the daemon ended with exit 78: load failed: no such shard"
+    ]
+
+
+def test_a_loader_that_failed_is_a_problem_while_nothing_is_served() -> None:
+    ended = unit(0, loader="failed", loader_result="exit 1")
+    found = status(RankView(rank=0, report=report(0, wanted=A), unit=ended))
+    assert "rank 0: the loader failed: exit 1" in problem_lines(found)
+
+
+def test_a_rank_that_the_configuration_does_not_have_is_shown_and_does_not_count() -> None:
+    found = status(serving(0, of=A), serving(1, of=A), serving(5, of=config(tp=8)))
+    assert found.exit_code == ExitCode.DONE
+    assert problem_lines(found) == ["rank 5: is up and not part of the configuration"]
+
+
+def test_every_state_has_a_row() -> None:
+    for state in RankState:
+        one = RankView(rank=0, report=report(0, state=state), unit=unit(0))
+        assert status(one).ranks[0].state == state.value
+
+
+def test_the_document_reads_back() -> None:
+    found = status(serving(0, of=A, leases=2), absent(1))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=InstanceStatus) == found
+
+
+def test_leases_have_a_table_of_their_own() -> None:
+    lease = LeaseStatus(rank=0, pid=0, uid=7, command="serve\n--port 1", generation=3, since=1000.0)
+    found = msgspec.structs.replace(status(serving(0, of=A)), leases=(lease,))
+    _, table = tables(found, now=1180.0)
+    assert table.lines() == [
+        "LEASE OF RANK  GEN  PID  UID  SINCE  COMMAND",
+        "0                3    -    7  3 min  serve --port 1",
+    ]

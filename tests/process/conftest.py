@@ -1,0 +1,5 @@
+"""Fixtures of the tests with real processes."""
+
+from tests.process.supervised import supervised
+
+__all__ = ["supervised"]

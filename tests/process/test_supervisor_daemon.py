@@ -1,0 +1,125 @@
+"""Real daemons under the real supervisor: the weights outlive either of them."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.places import Places, publish_config
+from tests.processes import wait_for
+from tests.publishing import publish
+from wcache.control import Control
+from wcache.errors import WcacheError
+from wcache.protocol import AskReport, Attach, Attached, Report
+from wcache.supervise.direct import DirectSupervisor
+
+pytestmark = pytest.mark.process
+
+WEIGHTS = [b"\x01" * (2 << 20), b"\x02" * (2 << 20)]
+
+
+@pytest.fixture
+def commands(places: Places, monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectSupervisor]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+    places.write_config(publish_config())
+    made = DirectSupervisor("")
+    yield made
+    made.shutdown()
+
+
+def report(places: Places) -> Report | None:
+    try:
+        with Control.connect(places.rank(), "operator") as control:
+            return control.request(AskReport(), Report)
+    except WcacheError:
+        return None
+
+
+def serves(places: Places, pid: int) -> bool:
+    """True when the daemon ``pid`` serves a generation."""
+    said = report(places)
+    return said is not None and said.pid == pid and said.serving is not None
+
+
+def held(places: Places) -> list[tuple[int, bytes]]:
+    """Inode and content of each slab, as an engine gets them."""
+    with Control.connect(places.rank(), "client") as control:
+        answer = control.request(Attach(), Attached)
+        _, *slabs = control.channel.take_fds(1 + len(answer.slabs))
+        try:
+            return [(os.fstat(fd).st_ino, os.pread(fd, 16, 0)) for fd in slabs]
+        finally:
+            for fd in slabs:
+                os.close(fd)
+
+
+def begin(places: Places, commands: DirectSupervisor) -> list[tuple[int, bytes]]:
+    """Starts the rank and publishes weights; returns what is held."""
+    commands.start([0])
+    wait_for(lambda: commands.show([0])[0].state == "active", "the daemon is ready")
+    publish(places.rank(), WEIGHTS)
+    return held(places)
+
+
+def wait_active(commands: DirectSupervisor, places: Places, *, not_pid: int) -> int:
+    """Waits for another daemon that serves; returns its pid."""
+
+    def ready() -> bool:
+        unit = commands.show([0])[0]
+        other = unit.main_pid not in (0, not_pid)
+        return other and unit.state == "active" and serves(places, unit.main_pid)
+
+    wait_for(ready, "another daemon serves")
+    return commands.show([0])[0].main_pid
+
+
+def test_weights_outlive_the_daemon_and_then_the_supervisor(
+    places: Places, commands: DirectSupervisor
+) -> None:
+    weights = begin(places, commands)
+    first = commands.show([0])[0]
+    said = report(places)
+    assert said is not None
+    assert first.stored_fds == said.expected_fds > len(WEIGHTS)
+
+    os.kill(first.main_pid, signal.SIGKILL)
+    second = wait_active(commands, places, not_pid=first.main_pid)
+    assert held(places) == weights
+
+    parent = _parent_of(second)
+    os.kill(parent, signal.SIGKILL)
+    wait_for(lambda: commands.show([0])[0].main_pid == 0, "the supervisor is gone")
+    assert held(places) == weights
+    commands.start([0])
+
+    def taken_over() -> bool:
+        unit = commands.show([0])[0]
+        return unit.state == "active" and unit.stored_fds == first.stored_fds
+
+    wait_for(taken_over, "everything is stored again")
+    assert commands.show([0])[0].main_pid == second
+
+    os.kill(second, signal.SIGKILL)
+    third = wait_active(commands, places, not_pid=second)
+    assert held(places) == weights
+    commands.restart([0])
+    wait_active(commands, places, not_pid=third)
+    assert held(places) == weights
+
+
+def test_a_stop_frees_the_weights(places: Places, commands: DirectSupervisor) -> None:
+    begin(places, commands)
+    pid = commands.show([0])[0].main_pid
+    commands.stop([0])
+    unit = commands.show([0])[0]
+    assert (unit.state, unit.stored_fds, unit.result) == ("inactive", 0, "")
+    commands.start([0])
+    wait_for(lambda: commands.show([0])[0].main_pid not in (0, pid), "another daemon")
+    wait_for(lambda: (said := report(places)) is not None and said.serving is None, "it is empty")
+
+
+def _parent_of(pid: int) -> int:
+    # proc(5): the fourth field, after a name in parentheses.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
