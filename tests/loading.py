@@ -7,11 +7,14 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from wcache import manifest as manifests
 from wcache.config import Config
 from wcache.daemon.generation import Generation, accept
 from wcache.load.dtypes import TORCH_DTYPES
 from wcache.load.parallel import ParallelPlan
+from wcache.manifest import MAX_MANIFEST_BYTES, Manifest
 from wcache.memory import open_memory
+from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Slab
 from wcache.protocol import (
     AskLoad,
@@ -46,6 +49,11 @@ LLAMA = ParallelPlan(
     kv_heads=(3,),
 )
 EMBEDDING = "model.embed_tokens.weight"
+
+
+def manifest_of(generation: Generation) -> Manifest:
+    """What a client would read of it."""
+    return manifests.decode(read_sealed(generation.manifest_fd, MAX_MANIFEST_BYTES))
 
 
 class Daemon:
@@ -102,7 +110,7 @@ class Daemon:
 
 def tensors_of(generation: Generation) -> dict[str, torch.Tensor]:
     """The tensors of a host generation, mapped as a client maps them."""
-    manifest = generation.manifest
+    manifest = manifest_of(generation)
     slabs = [
         Slab(os.dup(fd), info) for fd, info in zip(generation.slab_fds, manifest.slabs, strict=True)
     ]

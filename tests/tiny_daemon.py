@@ -127,8 +127,8 @@ class TinyDaemon:
                 channel.send(reply, self.fds if isinstance(reply, Attached) else ())
         except (ConnectionError, ProtocolError):
             pass  # the peer's end
-        self.events.put("end")
         channel.close()
+        self.events.put("end")
 
 
 def gone() -> Refused:

@@ -163,7 +163,7 @@ def _struct_problems(kind: type[Section], table: Any, prefix: str) -> Iterator[s
         yield f"{prefix.rstrip('.')}: expected a table, got {type(table).__name__}"
         return
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    for key in table.keys() - fields.keys():
+    for key in sorted(table.keys() - fields.keys()):
         yield f"{prefix}{key}: unknown key"
     for name, field in fields.items():
         if name not in table:

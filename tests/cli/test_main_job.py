@@ -387,3 +387,32 @@ def test_the_lock_is_free_again_after_a_killed_up(node: Node) -> None:
     assert second.code == 75
     assert f"pid {process.pid}" in second.stderr
     assert node("up").code == 0
+
+
+def test_restart_after_the_supervisor_was_killed_keeps_the_weights(node: Node) -> None:
+    assert node.up().code == 0
+    before = node.report()
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(str(node.paths.supervisor_socket))
+        os.kill(peer_credentials(probe).pid, signal.SIGKILL)
+    assert node.report().pid == before.pid
+    done = node("restart")
+    assert done.code == 0, done.stderr
+    after = node.report()
+    assert after.pid != before.pid
+    assert before.serving is not None
+    assert after.serving is not None
+    assert after.serving.how == "adopted"
+    assert after.serving.manifest_digest == before.serving.manifest_digest
+
+
+def test_a_plain_kill_of_the_daemon_loses_nothing(node: Node) -> None:
+    assert node.up().code == 0
+    before = node.report()
+    os.kill(before.pid, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_S
+    while (after := ask(node.paths.rank(0))) is None or after.pid == before.pid:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert after.serving is not None
+    assert after.serving.how == "adopted"

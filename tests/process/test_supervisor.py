@@ -148,15 +148,26 @@ def test_failures_are_tried_again_and_counted_until_the_rank_is_stopped(
         wait_for(lambda: len(supervised.starts()) > ended, "another start", timeout_s=0.5)
 
 
-@pytest.mark.parametrize(("code", "state"), [(78, "failed"), (0, "inactive")])
-def test_some_endings_are_final_and_drop_the_descriptors(
-    supervised: Supervised, code: int, state: str
+def test_an_end_of_the_daemon_that_no_command_asked_for_keeps_the_descriptors(
+    supervised: Supervised,
+) -> None:
+    """A plain kill of its pid makes a daemon end well, and is no order to free its weights."""
+    supervised.launch("--empty")
+    supervised.order(mode="exit", code=0)
+    supervised.commands.start([0])
+    wait_for(lambda: len(supervised.starts()) >= 2, "an automatic restart")
+    assert supervised.show().result == "exit 0"
+    assert supervised.starts()[-1]["fds"] == SLABS
+
+
+def test_an_unusable_configuration_is_final_and_drops_the_descriptors(
+    supervised: Supervised,
 ) -> None:
     parent = supervised.launch("--empty")
-    supervised.order(mode="exit", code=code)
+    supervised.order(mode="exit", code=78)
     supervised.commands.start([0])
-    unit = supervised.wait_state(state)
-    assert unit.result == ("exit 78" if code else "")
+    unit = supervised.wait_state("failed")
+    assert unit.result == "exit 78"
     assert (unit.stored_fds, unit.restarts, unit.main_pid) == (0, 0, 0)
     assert memfds(parent.pid) == []
     assert len(supervised.starts()) == 1

@@ -218,6 +218,14 @@ def test_checkpoint_with_the_prefix_of_a_head_fits_the_bare_model(
     model.wcache_attachment.close()
 
 
+def test_what_transformers_passes_over_is_passed_over(save: Save, from_cache: FromCache) -> None:
+    checkpoint = save(tied())
+    old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(2)}
+    model = from_cache({**checkpoint.tensors, **old}, checkpoint.fingerprint())
+    assert_equal(model, checkpoint.loaded)
+    model.wcache_attachment.close()
+
+
 def test_settings_of_the_configuration_can_be_replaced(save: Save, from_cache: FromCache) -> None:
     checkpoint = save(tied())
     model = from_cache(

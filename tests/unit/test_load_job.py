@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
-from tests.loading import EMBEDDING, Daemon, tensors_of
+from tests.loading import EMBEDDING, Daemon, manifest_of, tensors_of
 from tests.places import Places
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import Config, LayoutSection, MemorySection, ModelSection
@@ -62,7 +62,7 @@ def test_the_daemon_gets_the_checkpoint(tmp_path: Path) -> None:
         found = tensors_of(daemon.generation)
         assert found.keys() == expected.keys() | {"lm_head.weight"}
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        manifest = daemon.generation.manifest
+        manifest = manifest_of(daemon.generation)
         assert [shard.name for shard in manifest.checkpoint] == sorted(
             file.name for file in path.glob("*.safetensors")
         )
@@ -72,7 +72,7 @@ def test_the_daemon_gets_the_checkpoint(tmp_path: Path) -> None:
 
 def test_digests_are_those_of_the_bytes(tmp_path: Path) -> None:
     with _load(_config(write_llama(tmp_path / "m"))) as daemon:
-        manifest = daemon.generation.manifest
+        manifest = manifest_of(daemon.generation)
         found = tensors_of(daemon.generation)
         for tensor in manifest.tensors:
             content = found[tensor.name].contiguous().view(-1).view(torch.uint8)
@@ -87,7 +87,7 @@ def test_what_is_held_is_what_was_wanted(tmp_path: Path, tp: int) -> None:
     config = _config(path, content=content, dtype="float16", tp=tp)
     for rank in range(tp):
         with _load(config, rank) as daemon:
-            held = daemon.generation.manifest.fingerprint
+            held = manifest_of(daemon.generation).fingerprint
             assert compare(held, wanted_by(config, rank)) == ()
             assert (held.architecture, held.content) == ("LlamaForCausalLM", content)
             assert held.torch_version == torch.__version__
@@ -96,7 +96,7 @@ def test_what_is_held_is_what_was_wanted(tmp_path: Path, tp: int) -> None:
 def test_quantized_weights_say_so_in_the_fingerprint(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m", quantization_config={"quant_method": "fp8", "bits": 8})
     with _load(_config(path)) as daemon:
-        held = daemon.generation.manifest.fingerprint
+        held = manifest_of(daemon.generation).fingerprint
         assert held.quantization == "fp8"
         assert re.fullmatch(r"sha256:[0-9a-f]{64}", held.quantization_config or "")
 
@@ -113,8 +113,8 @@ def test_one_rank_of_three_holds_its_shard(tmp_path: Path) -> None:
 def test_every_load_is_a_generation_of_its_own(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m")
     with _load(_config(path)) as one, _load(_config(path)) as other:
-        assert one.generation.manifest.id != other.generation.manifest.id
-        assert one.generation.manifest.storages == other.generation.manifest.storages
+        assert manifest_of(one.generation).id != manifest_of(other.generation).id
+        assert manifest_of(one.generation).storages == manifest_of(other.generation).storages
 
 
 def test_progress_goes_through_all_phases(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_progress_goes_through_all_phases(tmp_path: Path) -> None:
         phases = list(dict.fromkeys(message.phase for message in daemon.progress))
         assert phases == ["plan", "allocate", "read", "digest", "publish"]
         last = {message.phase: message for message in daemon.progress}
-        weight_bytes = daemon.generation.manifest.weight_bytes
+        weight_bytes = manifest_of(daemon.generation).weight_bytes
         assert last["read"].done_bytes == last["read"].total_bytes == weight_bytes
 
 
@@ -273,6 +273,6 @@ def test_the_loader_is_imported_without_torch() -> None:
 
 def test_a_manifest_is_json_that_reads_back(tmp_path: Path) -> None:
     with _load(_config(write_llama(tmp_path / "m"))) as daemon:
-        manifest = daemon.generation.manifest
+        manifest = manifest_of(daemon.generation)
         again = msgspec.json.decode(msgspec.json.encode(manifest), type=type(manifest))
         assert again == manifest

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.loading import Daemon, tensors_of
+from tests.loading import Daemon, manifest_of, tensors_of
 from tests.places import publish_config
 from wcache.config import Config, ModelSection
 from wcache.errors import MismatchError, OutOfMemoryError, UsageError, WcacheError
@@ -135,13 +135,13 @@ def test_storages_are_copied_whole() -> None:
 
 def test_the_fingerprint_says_what_is_known() -> None:
     with _publish(Layer()) as daemon:
-        held = daemon.generation.manifest.fingerprint
+        held = manifest_of(daemon.generation).fingerprint
         assert (held.model, held.loader, held.device) == ("test-model", "publish", "cpu")
 
 
 def test_extras_travel_in_the_manifest() -> None:
     with _publish(Layer(), **{"layer.scaled": True}) as daemon:
-        assert daemon.generation.manifest.extras == {"layer.scaled": True}
+        assert manifest_of(daemon.generation).extras == {"layer.scaled": True}
 
 
 def test_progress_ends_with_everything_done() -> None:

@@ -16,6 +16,7 @@ from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size
 
 _PERIOD_S = 0.05
+_TAKEOVER_S = 10.0
 
 
 def restart(
@@ -47,7 +48,7 @@ def restart(
             out.warn(problem)
         out.warn("the daemons go on with the last good configuration")
     with hold(paths, "wcache restart"):
-        before = view(paths, wanted, supervisor)
+        before = _taken_over(view(paths, wanted, supervisor), paths, supervisor)
         _check(before, named=bool(named), force=force)
         up = {rank: one for rank, one in before.items() if one.is_up}
         held = sum(one.held_bytes for one in up.values())
@@ -55,6 +56,27 @@ def restart(
         begun = time.monotonic()
         supervisor.restart(up)
         _wait(paths, up, supervisor, begun, timeout, out)
+
+
+def _taken_over(
+    found: dict[int, RankView], paths: InstancePaths, supervisor: Supervisor
+) -> dict[int, RankView]:
+    """Has daemons whose supervisor died taken over by a new one, which then keeps their weights."""
+    orphans = [
+        rank
+        for rank, one in found.items()
+        if one.report is not None and one.unit is not None and one.unit.state == "inactive"
+    ]
+    if not orphans:
+        return found
+    supervisor.start(orphans)
+    deadline = time.monotonic() + _TAKEOVER_S
+    while True:
+        again = view(paths, found, supervisor)
+        missing = any(again[rank].missing_fds for rank in orphans)
+        if not missing or time.monotonic() > deadline:
+            return again
+        time.sleep(_PERIOD_S)
 
 
 def _check(before: Mapping[int, RankView], *, named: bool, force: bool) -> None:

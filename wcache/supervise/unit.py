@@ -1,7 +1,7 @@
 """One rank under the direct supervisor: its daemon, loader and stored descriptors.
 
 The states and the rules between them are those of a systemd unit with Type=notify,
-Restart=on-failure, WatchdogSec= and FileDescriptorStoreMax= (systemd.service(5)).
+Restart=always, WatchdogSec= and FileDescriptorStoreMax= (systemd.service(5)).
 """
 
 import logging
@@ -367,18 +367,19 @@ class Unit:
     def _decide(self, ending: Ending, fault: str) -> None:
         """What follows from the end of the daemon."""
         self._fault = ""
-        self._result = fault or ("" if ending.is_clean else str(ending))
+        by_command = self._stop_asked or self._restart_asked
+        self._result = fault or ("" if ending.is_clean and by_command else str(ending))
         log.info("rank %s: daemon ended: %s", self.id, fault or ending)
         if self._stop_asked:
             self._settle("inactive")
         elif self._restart_asked:
             self._enter("restarting")
             self._unattended(self._begin)
-        elif ending.is_clean and not fault:
-            self._settle("inactive")
         elif ending.is_final and not fault:
             self._settle("failed")
         else:
+            # Also after exit 0: somebody's plain kill of the daemon's pid is no order to free
+            # its weights.
             self._restart_later(self._result)
 
     def _settle(self, state: UnitState) -> None:
