@@ -331,3 +331,16 @@ def test_as_process_1_of_a_container_it_reaps_what_is_left_to_it(supervised: Sup
     assert supervised.starts()[1]["fds"] == SLABS
     supervised.commands.shutdown()
     assert supervised.exit_code() == 0
+
+
+def test_a_load_that_is_asked_for_during_a_load_follows_it(supervised: Supervised) -> None:
+    """The one at work may have asked what is wanted before the configuration changed."""
+    supervised.launch("--empty")
+    supervised.order_loader(seconds=0.5)
+    supervised.commands.start([0])
+    wait_for(lambda: len(supervised.loads()) == 1, "the loader runs")
+    supervised.commands.load([0])
+    assert len(supervised.loads()) == 1
+    wait_for(lambda: len(supervised.loads()) == 2, "the loader runs again")
+    wait_for(lambda: supervised.show().loader == "inactive", "and not for ever")
+    assert len(supervised.loads()) == 2

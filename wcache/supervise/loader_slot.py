@@ -49,10 +49,15 @@ class LoaderSlot:
         return min(self._terminate_at, self._kill_at)
 
     def run(self) -> None:
-        """Runs a loader; one that is at work for the same daemon is left alone."""
+        """Runs a loader, or another one after the end of the one that is at work.
+
+        That one may have asked what is wanted before the configuration changed. A loader that
+        finds nothing to load ends at once, so one too many costs nothing.
+        """
         if self._process and not self._asked_to_end:
-            return
-        self.run_anew()
+            self._again = True
+        else:
+            self.run_anew()
 
     def run_anew(self) -> None:
         """Runs a loader for a new daemon, after the end of one that served the daemon before."""
