@@ -24,7 +24,8 @@ from typing import Any
 _PUBLISH = """
 import sys, time
 import torch, wcache
-from torch.multiprocessing.reductions import ForkingPickler, reduce_tensor
+from multiprocessing.reduction import ForkingPickler
+from torch.multiprocessing.reductions import reduce_tensor
 total, count, handles = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(7)
 module = torch.nn.Module()
@@ -62,7 +63,8 @@ print(json.dumps({"s": taken, "count": count, "sum": total}))
 _TORCH = """
 import json, sys, time
 import torch
-from torch.multiprocessing.reductions import ForkingPickler
+from multiprocessing.reduction import ForkingPickler
+from torch.multiprocessing import reductions
 torch.zeros(1, device="cuda"); torch.cuda.synchronize()
 data = open(sys.argv[1], "rb").read()
 began = time.perf_counter()
