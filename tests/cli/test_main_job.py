@@ -310,12 +310,17 @@ def test_a_broken_configuration_hides_nothing_that_runs(node: Node) -> None:
     assert node("down").code == 0
 
 
+def _heed_ctrl_c() -> None:
+    """A shell starts background jobs, as this suite may be one, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupted_up_leaves_the_load_going(node: Node) -> None:
     """Ctrl-C ends the watching: what was asked for is done all the same."""
     process = subprocess.Popen(
         [sys.executable, "-m", "wcache", "up", "--model", str(node.model), *SMALL],
         env=environment(node.places), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, text=True,
+        stdout=subprocess.DEVNULL, text=True, preexec_fn=_heed_ctrl_c,
     )  # fmt: skip
     assert process.stderr is not None
     first = process.stderr.readline()
