@@ -10,10 +10,10 @@ import torch
 from wcache import manifest as manifests
 from wcache.config import Config
 from wcache.daemon.generation import Generation, accept
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.load.parallel import ParallelPlan
 from wcache.manifest import MAX_MANIFEST_BYTES, Manifest
 from wcache.memory import open_memory
+from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Slab
 from wcache.protocol import (

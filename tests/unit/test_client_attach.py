@@ -31,8 +31,8 @@ from wcache.errors import (
     WcacheError,
 )
 from wcache.fingerprint import Difference, Fingerprint
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.manifest import Manifest, SlabInfo
+from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import create_sealed
 from wcache.memory.slab import Access
 from wcache.protocol import Attach, Refused, Renew, Reply

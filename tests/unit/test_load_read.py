@@ -16,13 +16,13 @@ from tests.loading import EMBEDDING, LLAMA
 from wcache.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.load.pieces import pieces
 from wcache.load.placement import place
 from wcache.load.plan import Part, Plan, Slice, lay_out
 from wcache.load.read import read_plan
 from wcache.manifest import DTYPE_BYTES
 from wcache.memory import open_memory
+from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, slab_sizes
 
 pytestmark = pytest.mark.unit

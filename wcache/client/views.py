@@ -3,8 +3,8 @@
 import torch
 
 from wcache.errors import ManifestError
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.manifest import Manifest, Tensor
+from wcache.memory.dtypes import TORCH_DTYPES
 
 
 def views(manifest: Manifest, whole: torch.Tensor) -> dict[str, torch.Tensor]:

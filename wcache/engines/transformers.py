@@ -16,8 +16,8 @@ from wcache.client import Attachment, attach
 from wcache.client.bind import bind
 from wcache.errors import CheckpointError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.manifest import Manifest
+from wcache.memory.dtypes import TORCH_DTYPES
 
 log = logging.getLogger(__name__)
 

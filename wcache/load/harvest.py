@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from wcache.errors import WcacheError
-from wcache.load.dtypes import DTYPE_NAMES
 from wcache.load.plan import align
 from wcache.manifest import STORAGE_ALIGNMENT, Tensor, TensorKind
+from wcache.memory.dtypes import DTYPE_NAMES
 
 _SHOWN_NAMES = 5
 

@@ -12,7 +12,6 @@ from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint, held_from
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.load.harvest import Harvest, harvest
 from wcache.load.job import PUBLISH_S, ask_load
 from wcache.load.publish import (
@@ -25,6 +24,7 @@ from wcache.load.publish import (
 )
 from wcache.load.report import Conversation, ProgressReport, failure_told
 from wcache.manifest import Manifest, Storage
+from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import RankId, RankPaths
 from wcache.protocol import NothingToLoad

@@ -13,10 +13,10 @@ from wcache.checkpoint import Checkpoint
 from wcache.checkpoint.document import HINT_DOWNLOAD, unreadable
 from wcache.checkpoint.identity import check_unchanged, open_unchanged
 from wcache.errors import CheckpointError
-from wcache.load.dtypes import TORCH_DTYPES
 from wcache.load.pieces import CHUNK_BYTES, Piece, pieces
 from wcache.load.plan import Plan, Target
 from wcache.manifest import DTYPE_BYTES
+from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.host import HostMapping
 from wcache.memory.slab import Mapping
 
