@@ -18,10 +18,10 @@ __all__ = ["places", "start", "store"]
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Under WCACHE_NO_SKIP, as in CI, a skip is a failure: only a GPU may be absent there."""
+    """Under WCACHE_NO_SKIP, as in CI, a skip is a failure unless hardware may be absent there."""
     report = yield
-    unwanted = report.skipped and not hasattr(report, "wasxfail")
-    if unwanted and os.environ.get("WCACHE_NO_SKIP") and item.get_closest_marker("gpu") is None:
+    excused = any(item.get_closest_marker(name) for name in ("gpu", "hugepages"))
+    if report.skipped and not excused and os.environ.get("WCACHE_NO_SKIP"):
         report.outcome = "failed"
     return report
 

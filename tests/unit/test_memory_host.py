@@ -232,6 +232,7 @@ def test_ordinary_pages_are_taken_and_said_so_where_there_are_no_hugepages(
     slab.close()
 
 
+@pytest.mark.hugepages
 def test_ordinary_pages_are_taken_where_somebody_else_was_faster(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,6 +247,7 @@ def test_ordinary_pages_are_taken_where_somebody_else_was_faster(
     slab.close()
 
 
+@pytest.mark.hugepages
 @pytest.mark.skipif(free_hugepage_bytes() < 8 * MIB, reason="no free hugepages on this machine")
 def test_hugepages_are_taken_sealed_and_mapped_without_a_second_copy() -> None:
     memory = HostMemory(hugepages=True)
