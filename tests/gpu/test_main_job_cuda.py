@@ -48,9 +48,11 @@ class Gpu:
         self.places = places
         self.model: Path = write_llama(places.root / "model")
         self.before = used()
+        # The suite's environment shows no GPU to anybody; by UUID, as an operator would choose.
+        self.visible = {"CUDA_VISIBLE_DEVICES": gpus()[0].uuid}
 
     def __call__(self, *arguments: str) -> Done:
-        return wcache(self.places, *arguments)
+        return wcache(self.places, *arguments, extra=self.visible)
 
     def up(self) -> None:
         done = self("up", "--model", str(self.model), "--device", "cuda", "--slab-bytes", "2MiB")
@@ -63,7 +65,7 @@ class Gpu:
 
     def python(self, program: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-c", program], env=environment(self.places), text=True,
+            [sys.executable, "-c", program], env=environment(self.places, self.visible), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
