@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["attach", "publish"]
+__all__ = ["Access", "attach", "publish"]
 
 if TYPE_CHECKING:
     from wcache.client import attach
     from wcache.load.module import publish
+    from wcache.memory.slab import Access
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from wcache.load.module import publish
 
         return publish
+    if name == "Access":
+        from wcache.memory.slab import Access
+
+        return Access
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -69,6 +69,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _report(error)
         return error.exit_code
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         return _reader_gone()

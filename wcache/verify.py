@@ -119,12 +119,17 @@ class Verifier:
             )  # fmt: skip
         found = self._identify(folder)
         if isinstance(found, CheckpointError):
-            gone = not Path(folder).exists()
+            # What was loaded can not be compared with files that are not there: the weights that
+            # are served may well be right.
+            names = [shard.name for shard in manifest.checkpoint]
+            gone = not any(Path(folder, name).exists() for name in names)
             return Result(
                 rank=rank,
                 check="checkpoint",
                 result="warning" if gone else "bad",
-                detail=f"{folder} is not there any more" if gone else found.message,
+                detail=f"what was loaded from {folder} is not there any more"
+                if gone
+                else found.message,
             )
         if changed := diff(manifest.checkpoint, found.shards):
             detail = f"{folder}: differs from what was loaded: {_some(changed)}"

@@ -401,8 +401,12 @@ def test_restart_after_the_supervisor_was_killed_keeps_the_weights(node: Node) -
         probe.connect(str(node.paths.supervisor_socket))
         os.kill(peer_credentials(probe).pid, signal.SIGKILL)
     assert node.report().pid == before.pid
+    told = node("status")
+    assert told.code == 1
+    assert "no supervisor keeps its descriptors" in told.stderr
     done = node("restart")
     assert done.code == 0, done.stderr
+    assert node("status").code == 0
     after = node.report()
     assert after.pid != before.pid
     assert before.serving is not None
@@ -421,3 +425,15 @@ def test_a_plain_kill_of_the_daemon_loses_nothing(node: Node) -> None:
         time.sleep(0.02)
     assert after.serving is not None
     assert after.serving.how == "adopted"
+
+
+def test_up_after_the_supervisor_was_killed_takes_the_ranks_over(node: Node) -> None:
+    assert node.up().code == 0
+    before = node.report()
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(str(node.paths.supervisor_socket))
+        os.kill(peer_credentials(probe).pid, signal.SIGKILL)
+    done = node("up")
+    assert done.code == 0, done.stderr
+    wait_for(lambda: node("status").code == 0, "the descriptors are kept again")
+    assert node.report().pid == before.pid

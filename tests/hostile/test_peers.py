@@ -212,6 +212,17 @@ def test_user_outside_the_lists_is_refused(places: Places, store: Store, start: 
     assert "uid 65533 may not be a loader" in as_user(65533, places, "loader")
 
 
+def test_access_that_is_changed_takes_effect_without_a_command(
+    places: Places, store: Store, start: Start
+) -> None:
+    places.root.chmod(0o755)
+    places.write_config(publish_config())
+    start()
+    assert "no permission" in as_user(65533, places, "client")
+    places.write_config(publish_config(access=AccessSection(uids=(65533,))))
+    wait_for(lambda: as_user(65533, places, "client") == "", "the new list is heeded")
+
+
 def test_socket_of_a_daemon_without_lists_is_the_owners_alone(
     places: Places, store: Store, start: Start
 ) -> None:

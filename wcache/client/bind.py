@@ -132,7 +132,9 @@ def _find_ties(plan: _Plan, allow_missing: AllowMissing) -> list[tuple[Slot, Slo
     if left:
         raise WcacheError(
             f"{_count(left)} in the module and not cached: {_first(left)}",
-            hint="build the module from the configuration that the weights were loaded with",
+            hint="build the module from the configuration that the weights were loaded with; name"
+            " what the module computes itself in allow_missing, and compute it after bind"
+            " (from_cache does so for transformers)",
         )
     return ties
 

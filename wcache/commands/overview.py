@@ -81,12 +81,24 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of the instance; each rank has its own."""
 
     @property
+    def headline(self) -> str:
+        """Which weights these are, for a person."""
+        held = next((rank.fingerprint for rank in self.ranks if rank.fingerprint), None)
+        words = [f"model {self.model}" if self.model else "no model is configured"]
+        if held is not None:
+            words.append(f"tp {held.tp_size}, pp {held.pp_size}, dp {held.dp_size}")
+            words.append(f"dtype {held.dtype}, on {held.device}")
+        return ", ".join(words)
+
+    @property
     def exit_code(self) -> ExitCode:
         wanted = [rank for rank in self.ranks if rank.wanted]
         if not wanted or not all(rank.ready for rank in wanted):
             return ExitCode.NOT_READY
         if any(rank.differences for rank in self.ranks):
             return ExitCode.MISMATCH
+        if any((rank.stored_fds or 0) < rank.expected_fds for rank in wanted if self.supervisor):
+            return ExitCode.FAILED
         return ExitCode.CONFIGURATION if self.problems else ExitCode.DONE
 
 
@@ -199,7 +211,12 @@ def _problems(one: RankView, wanted: bool) -> Iterable[str]:
             if unit.loader_result
             else ("the loader failed")
         )
-    if one.missing_fds and report is not None and unit is not None:
+    if one.missing_fds and unit is not None and unit.state == "inactive":
+        yield (
+            "no supervisor keeps its descriptors, the next crash would lose the weights:"
+            " wcache up starts one that takes the rank over"
+        )
+    elif one.missing_fds and report is not None and unit is not None:
         yield (
             f"the supervisor keeps {unit.stored_fds} of {report.expected_fds} descriptors:"
             " a restart would lose the weights"

@@ -13,9 +13,9 @@ def status(
 ) -> None:
     """Show which ranks are ready, with what, and who uses them.
 
-    Exits with 0 when every rank is ready with the weights that the configuration wants, 3 when
-    one is not ready, 4 when there is no such rank, 5 when one serves other weights, 78 when all
-    are ready but the configuration can not be read.
+    Exits with 0 when every rank is ready with the weights that the configuration wants, 1 when
+    they are but no supervisor keeps them over a crash, 3 when one is not ready, 4 when there is no
+    such rank, 5 when one serves other weights, 78 when the configuration can not be read.
     """
     from wcache.supervise import supervisor_for
 
@@ -25,6 +25,7 @@ def status(
     out = Output(as_json=as_json)
     out.data(found, *tables(found))
     if not as_json:
+        out.say(found.headline)
         for problem in problem_lines(found):
             out.warn(problem)
     raise typer.Exit(found.exit_code)

@@ -80,7 +80,8 @@ def up(
     """Load a model's weights and keep them. Writes the configuration, so a reboot brings them back.
 
     Without --model, starts what the configuration says. Ranks that hold the wanted weights are
-    left alone; new weights are loaded beside the old, which go when the last engine has let go.
+    left alone. Other weights are loaded beside the old, which are freed once the new are served;
+    refused while engines use the old ones.
     """
     from wcache.commands.job import prepare
     from wcache.commands.wanted import Args

@@ -80,10 +80,11 @@ def _serve(server: Server, rank: Rank, notifier: Notifier, signals: Signals) -> 
         now = time.monotonic()
         if signals.reload:
             signals.reload = False
-            rank.refresh_configuration()
+            housekeeping = 0.0
         if now - housekeeping >= step_s:
             housekeeping = now
             notifier.mention("WATCHDOG=1")
+            rank.refresh_configuration()
             server.apply_access(rank.access)
             rank.extend_start(EXTENSION_S)
             rank.free_drained()

@@ -21,6 +21,7 @@ class Notifier:
 
     def __init__(self, address: str | None, watchdog_s: float | None) -> None:
         self._address = "\0" + address[1:] if address and address[0] == "@" else address
+        self._unheard = False
         self.watchdog_s = watchdog_s
         """The supervisor kills a daemon that is silent for so long; None: it does not."""
 
@@ -84,6 +85,16 @@ class Notifier:
             try:
                 out.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)
             except OSError as error:
-                log.warning("supervisor was not told %s: %s", assignments[0], error)
+                # Once an outage: the watchdog alone would repeat it every second.
+                if not self._unheard:
+                    log.warning(
+                        "the supervisor does not listen (%s): until it does, a crash of this daemon"
+                        " loses the weights; wcache up starts one that takes over",
+                        error.strerror or error,
+                    )
+                self._unheard = True
                 return False
+        if self._unheard:
+            log.info("the supervisor listens again")
+            self._unheard = False
         return True

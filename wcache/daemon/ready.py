@@ -41,5 +41,6 @@ def announce(paths: RankPaths, serving: GenerationReport) -> None:
 
 
 def withdraw(paths: RankPaths) -> None:
-    """Removes ``rank.ready``; a reader that has it open keeps what it read."""
+    """Removes both files; a reader that has one open keeps what it read."""
     paths.ready_file.unlink(missing_ok=True)
+    paths.fingerprint_file.unlink(missing_ok=True)

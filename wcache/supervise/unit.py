@@ -369,7 +369,8 @@ class Unit:
         self._fault = ""
         by_command = self._stop_asked or self._restart_asked
         self._result = fault or ("" if ending.is_clean and by_command else str(ending))
-        log.info("rank %s: daemon ended: %s", self.id, fault or ending)
+        level = logging.INFO if by_command else logging.WARNING
+        log.log(level, "rank %s: daemon ended: %s", self.id, fault or ending)
         if self._stop_asked:
             self._settle("inactive")
         elif self._restart_asked:
