@@ -1,6 +1,7 @@
 """Small checkpoints for tests: a Llama in miniature, and files with any header that is wanted."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 48, 6, 3, 8, 96, 60
+
+
+WRITTEN_NS = 10**18
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:
@@ -67,17 +71,23 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, llama_config() if config is None else config)
     if shards == 1:
-        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        _save(dict(tensors), folder / "model.safetensors")
         return folder
     weight_map: dict[str, str] = {}
     names = list(tensors)
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = names[shard::shards]
-        save_file({name: tensors[name] for name in part}, folder / file)
+        _save({name: tensors[name] for name in part}, folder / file)
         weight_map |= dict.fromkeys(part, file)
     write_index(folder, weight_map)
     return folder
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Every file has the same time, so that tests tell checkpoints apart by what is in them."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(WRITTEN_NS, WRITTEN_NS))
 
 
 def write_llama(folder: Path, **changes: Any) -> Path:

@@ -259,4 +259,5 @@ def _connect_when_accepted(connection: socket.socket, path: Path, timeout_s: flo
 
 def own_command() -> str:
     """This process's command line, for the daemon's list of leases."""
-    return " ".join(sys.orig_argv)[:MAX_TEXT]
+    # An argument that is not UTF-8 comes as surrogates, which no message can carry.
+    return " ".join(sys.orig_argv)[:MAX_TEXT].encode(errors="replace").decode()

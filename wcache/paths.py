@@ -9,6 +9,9 @@ from wcache.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
+DEFAULT_FILE_NAME = "wcache"
+"""What the default instance's files are called."""
+
 # sun_path is 108 bytes with its terminator (unix(7)).
 MAX_SOCKET_PATH = 107
 
@@ -38,6 +41,11 @@ class RankId:
 
 def check_instance_name(name: str) -> str:
     """Returns ``name``, or raises :class:`UsageError` when it can not be part of a file name."""
+    if name == DEFAULT_FILE_NAME:
+        raise UsageError(
+            f"an instance can not be named {name!r}: the default one's files are",
+            hint="leave --instance out for the default instance",
+        )
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"not an instance name: {name!r}",
@@ -85,12 +93,12 @@ class InstancePaths:
 
     @property
     def config_file(self) -> Path:
-        return self.config / f"{self.instance or 'wcache'}.toml"
+        return self.config / f"{self.instance or DEFAULT_FILE_NAME}.toml"
 
     @property
     def lock_file(self) -> Path:
         """Held by a command that changes the instance."""
-        return self.run / f"{self.instance or 'wcache'}.lock"
+        return self.run / f"{self.instance or DEFAULT_FILE_NAME}.lock"
 
     @property
     def supervisor_folder(self) -> Path:
@@ -102,14 +110,14 @@ class InstancePaths:
 
     @property
     def supervisor_log(self) -> Path:
-        return self.state / "log" / f"{self.instance or 'wcache'}.supervisor.log"
+        return self.state / "log" / f"{self.instance or DEFAULT_FILE_NAME}.supervisor.log"
 
     def rank(self, rank: int) -> "RankPaths":
         return RankPaths(RankId(self.instance, rank), self.run / str(RankId(self.instance, rank)))
 
     def log_file(self, rank: int, part: str) -> Path:
         """``part`` is ``daemon`` or ``loader``."""
-        return self.state / "log" / f"{self.instance or 'wcache'}.{rank}.{part}.log"
+        return self.state / "log" / f"{self.instance or DEFAULT_FILE_NAME}.{rank}.{part}.log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ most :data:`MAX_FDS_PER_FRAME` each, in front of the message that uses them.
 """
 
 from collections.abc import Iterator
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ RefusalReason = Literal[
     "busy",  # another loader is at work
     "invalid",  # what was offered did not pass the checks
 ]
+
+
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -84,8 +87,8 @@ class Progress(Message, tag="progress", frozen=True, kw_only=True):
 
     phase: str
     """One word: ``plan``, ``read``, ``digest``, ``publish``."""
-    done_bytes: int
-    total_bytes: int
+    done_bytes: Bytes
+    total_bytes: Bytes
 
 
 class Publish(Message, tag="publish", frozen=True, kw_only=True):

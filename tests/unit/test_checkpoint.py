@@ -101,10 +101,20 @@ def test_padding_behind_the_header_is_taken(tmp_path: Path) -> None:
     assert open_checkpoint(path).tensors["a"].nbytes == 2
 
 
-def test_identity_is_stable_over_copies(tmp_path: Path) -> None:
+def test_identity_is_stable_over_copies_that_keep_times(tmp_path: Path) -> None:
     one = write_checkpoint(tmp_path / "one", llama_tensors(), shards=2)
     other = write_checkpoint(tmp_path / "other", llama_tensors(), shards=2)
     assert identify(open_checkpoint(one)) == identify(open_checkpoint(other))
+
+
+def test_rows_that_no_sample_shows_are_told_by_the_files_time(tmp_path: Path) -> None:
+    """A doubt is a mismatch: a file that was written again is another one until it is read."""
+    path = write_llama(tmp_path / "m")
+    before = identify(open_checkpoint(path))
+    os.utime(path / "model.safetensors")
+    after = identify(open_checkpoint(path))
+    assert before.digest != after.digest
+    assert diff(before.shards, after.shards) == ("model.safetensors",)
 
 
 def test_a_fine_tune_of_the_same_layout_is_another_model(tmp_path: Path) -> None:

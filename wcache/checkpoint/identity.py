@@ -88,6 +88,9 @@ def _sample(
     path = checkpoint.path / file.name
     digest = hashlib.sha256()
     fd = open_unchanged(checkpoint, file)
+    # What a sample does not show, such as a few rows that were edited, changes the time: a doubt is
+    # a mismatch. A copy that keeps times (cp -p, rsync -t) is the same checkpoint.
+    digest.update(file.stamp[3].to_bytes(16, "little", signed=True))
     try:
         for name, entry in entries:
             length = min(SAMPLE_BYTES, entry.nbytes)

@@ -40,6 +40,12 @@ def down(
                 hint="stop these engines first, or say --force: they keep their memory until"
                 " they end",
             )
+        unasked = [rank for rank, one in found.items() if one.silence]
+        if unasked and not force:
+            raise WcacheError(
+                f"{rank_words(unasked)} can not be asked who uses it: {found[unasked[0]].silence}",
+                hint="wcache logs says more; --force stops it nevertheless",
+            )
         up = [rank for rank, one in found.items() if one.is_up]
         held = sum(found[rank].held_bytes for rank in up)
         if up:

@@ -87,6 +87,7 @@ def _serve(server: Server, rank: Rank, notifier: Notifier, signals: Signals) -> 
             rank.refresh_configuration()
             server.apply_access(rank.access)
             rank.extend_start(EXTENSION_S)
+            rank.store_what_is_not()
             rank.free_drained()
             rank.say_status()
 

@@ -21,6 +21,14 @@ def mismatch(rank: RankId, found: tuple[Difference, ...]) -> Refused:
     )
 
 
+def leased_already() -> Refused:
+    return Refused(
+        reason="bad_request",
+        message="this connection is a lease already",
+        hint="a connection is one lease: connect again for another",
+    )
+
+
 def gone(rank: RankId) -> Refused:
     return Refused(
         reason="gone",

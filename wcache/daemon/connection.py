@@ -1,5 +1,6 @@
 """One peer of the control socket: its bytes in, its answers out, never blocking."""
 
+import os
 import socket
 import time
 from collections import deque
@@ -36,7 +37,7 @@ class Connection:
         self._reader = FrameReader()
         self._fds: list[int] = []
         self._announced = 0
-        self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._out_bytes = 0
         self._waiting_since: float | None = time.monotonic()
         self.closing = False
@@ -98,9 +99,11 @@ class Connection:
         return fds
 
     def queue(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-        """Has ``message`` sent, with borrowed ``fds`` on frames in front of it.
+        """Has ``message`` sent, with copies of ``fds`` on frames in front of it.
 
-        Raises ``ConnectionError`` when the peer has left too much unread.
+        Copies, because a frame may wait for its peer longer than the generation lives whose
+        descriptors it carries, and a number that is closed is soon another file's. Raises
+        ``ConnectionError`` when the peer has left too much unread, and ``OSError``.
         """
         for start in range(0, len(fds), MAX_FDS_PER_FRAME):
             batch = fds[start : start + MAX_FDS_PER_FRAME]
@@ -112,7 +115,10 @@ class Connection:
         self._out_bytes += len(frame)
         if self._out_bytes > MAX_QUEUED_BYTES:
             raise ConnectionAbortedError("the peer does not read its answers")
-        self._out.append((memoryview(frame), fds))
+        copies: list[int] = []
+        self._out.append((memoryview(frame), copies))
+        for fd in fds:
+            copies.append(os.dup(fd))
 
     def flush(self) -> None:
         """Sends what the socket takes now."""
@@ -123,11 +129,15 @@ class Connection:
             except BlockingIOError:
                 self._out.appendleft((frame, fds))
                 return
+            close_all(fds)
             self._out_bytes -= sent
             if sent < len(frame):
-                self._out.appendleft((frame[sent:], ()))
+                self._out.appendleft((frame[sent:], []))
 
     def close(self) -> None:
         close_all(self._fds)
         self._fds = []
+        for _, copies in self._out:
+            close_all(copies)
+        self._out.clear()
         self._socket.close()

@@ -8,7 +8,6 @@ from wcache.daemon.connection import Connection
 from wcache.daemon.rank import Rank
 from wcache.paths import RankId
 from wcache.protocol import (
-    MAX_TEXT,
     PROTOCOL_VERSION,
     AskLoad,
     AskReport,
@@ -30,6 +29,8 @@ from wcache.protocol import (
 from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
+
+MAX_COMMAND = 160
 
 # Who may say what; everything else said in a role is refused.
 _ROLES: dict[type[Request], Role] = {
@@ -113,7 +114,9 @@ def _answer(message: Request, peer: Connection, rank: Rank, fds: list[int]) -> N
 
 def _lease(peer: Connection) -> LeaseReport:
     """The lease of this peer; the rank fills in the generation."""
-    command = peer.hello.command[:MAX_TEXT] if peer.hello else ""
+    said = peer.hello.command if peer.hello else ""
+    # Every lease must fit in one report: what a peer calls itself is cut and made printable.
+    command = "".join(c if c.isprintable() else "?" for c in said[:MAX_COMMAND])
     return LeaseReport(
         pid=peer.peer.pid, uid=peer.peer.uid, command=command, generation=0, since=time.time()
     )

@@ -102,10 +102,14 @@ def accept(number: int, how: How, fds: Sequence[int], announced: Sequence[SlabIn
     )
 
 
-def adopt(handed_over: dict[str, int]) -> tuple[list[Generation], list[str]]:
+def adopt(
+    handed_over: dict[str, int],
+) -> tuple[list[Generation], list[str], dict[int, str]]:
     """Sorts what the supervisor kept into whole generations, by rising number.
 
-    Also returns the names of everything else, closed already, for removal from the store.
+    Also returns the names of what belongs to none, closed already, for removal from the store; and
+    why a generation can not be read, by its number. That one may be whole, and of another version
+    of wcache: it stays in the store, with its memory, until somebody decides.
     """
     slab_fds: dict[int, dict[int, int]] = {}
     manifest_fds: dict[int, int] = {}
@@ -115,15 +119,25 @@ def adopt(handed_over: dict[str, int]) -> tuple[list[Generation], list[str]]:
         elif (number := parse_manifest_name(name)) is not None:
             manifest_fds[number] = fd
     whole: list[Generation] = []
+    unreadable: dict[int, str] = {}
     for number, manifest_fd in sorted(manifest_fds.items()):
         try:
             whole.append(_adopt_one(number, manifest_fd, slab_fds.get(number, {})))
-        except (ManifestError, ProtocolError) as error:
+        except ProtocolError as error:
             log.error("generation %d can not be adopted: %s", number, error.message)
+        except ManifestError as error:
+            unreadable[number] = (
+                f"generation {number} is kept and can not be read: {error.message};"
+                " wcache down frees it, the wcache that loaded it can serve it"
+            )
+            log.error("%s", unreadable[number])
     kept = {name for generation in whole for name, _ in generation.named_fds()}
+    for number in unreadable:
+        kept.add(manifest_name(number))
+        kept.update(slab_name(number, index) for index in slab_fds.get(number, {}))
     dropped = [name for name in handed_over if name not in kept]
     close_all([handed_over[name] for name in dropped])
-    return whole, dropped
+    return whole, dropped, unreadable
 
 
 def _adopt_one(number: int, manifest_fd: int, by_index: dict[int, int]) -> Generation:

@@ -57,7 +57,8 @@ class Notifier:
     def barrier(self) -> bool:
         """Waits until everything said before was taken in; False when that is not confirmed.
 
-        The supervisor closes its end of a pipe when it gets there (sd_notify_barrier(3)).
+        The supervisor closes its end of a pipe when it gets there (sd_notify_barrier(3)). The
+        direct supervisor writes into it first when it could not keep a descriptor.
         """
         if not self.keeps_descriptors:
             return True
@@ -67,8 +68,10 @@ class Notifier:
             os.close(writer)
             writer = -1
             poll = select.poll()
-            poll.register(reader, select.POLLHUP)
-            return sent and bool(poll.poll(BARRIER_TIMEOUT_S * 1000))
+            poll.register(reader, select.POLLIN | select.POLLHUP)
+            if not sent or not poll.poll(BARRIER_TIMEOUT_S * 1000):
+                return False
+            return not os.read(reader, 1)
         finally:
             os.close(reader)
             if writer >= 0:
@@ -80,20 +83,20 @@ class Notifier:
         if self._address is None:
             return False
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
-            out.settimeout(timeout_s)
-            try:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+                out.settimeout(timeout_s)
                 out.sendmsg(["\n".join(assignments).encode()], rights, 0, self._address)
-            except OSError as error:
-                # Once an outage: the watchdog alone would repeat it every second.
-                if not self._unheard:
-                    log.warning(
-                        "the supervisor does not listen (%s): until it does, a crash of this daemon"
-                        " loses the weights; wcache up starts one that takes over",
-                        error.strerror or error,
-                    )
+        except OSError as error:
+            # Once an outage: the watchdog alone would repeat it every second.
+            if not self._unheard and not isinstance(error, BlockingIOError | TimeoutError):
+                log.warning(
+                    "the supervisor does not listen (%s): until it does, a crash of this daemon"
+                    " loses the weights; wcache up starts one that takes over",
+                    error.strerror or error,
+                )
                 self._unheard = True
-                return False
+            return False
         if self._unheard:
             log.info("the supervisor listens again")
             self._unheard = False

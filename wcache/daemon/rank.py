@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 
 # After a restart, clients of a draining generation have this long to renew before it is freed.
 DRAIN_GRACE_S = 30.0
+# The supervisor takes messages of 4,096 bytes.
+MAX_SENTENCE = 800
+STORE_DEADLINE_S = 5.0
+STORE_AGAIN_S = 10.0
 
 
 class Rank:
@@ -58,6 +62,8 @@ class Rank:
         self._since = time.time()
         self._drain_after = 0.0
         self._store_problem = ""
+        self._store_again_at = 0.0
+        self._unreadable: dict[int, str] = {}
         self._load_problem = ""
         self._said = ""
         self.state = RankState.EMPTY
@@ -66,7 +72,7 @@ class Rank:
 
     def adopt(self, handed_over: dict[str, int]) -> None:
         """Takes over what the supervisor kept; anything that is no whole generation is freed."""
-        whole, dropped = adopt(handed_over)
+        whole, dropped, self._unreadable = adopt(handed_over)
         for name in dropped:
             log.warning("descriptor %s belongs to no whole generation and is dropped", name)
             self._notifier.remove(name)
@@ -131,6 +137,8 @@ class Rank:
         self, peer: int, lease: LeaseReport, message: Attach
     ) -> tuple[Attached | Refused, list[int]]:
         """Gives the served generation; the descriptors go out in front of the answer."""
+        if peer in self._leases:
+            return answers.leased_already(), []
         held = self._served()
         if held is None:
             return answers.not_ready(self._paths.id, self.state, self.sentence()), []
@@ -146,6 +154,8 @@ class Rank:
 
     def renew(self, peer: int, lease: LeaseReport, message: Renew) -> Leased | Refused:
         """Takes up the lease of a client that has the generation mapped already."""
+        if peer in self._leases:
+            return answers.leased_already()
         for held in self._generations.values():
             if held.manifest_digest == message.manifest_digest:
                 self._lease(peer, lease, held)
@@ -166,7 +176,7 @@ class Rank:
         held = self._served()
         if held is not None and not self.differences():
             return answers.nothing_to_load(self._paths.id, held.number)
-        number = max(self._generations, default=0) + 1
+        number = max((*self._generations, *self._unreadable), default=0) + 1
         self._load = Load(peer=peer, pid=pid, generation=number)
         self._step(RankEvent.LOAD_BEGUN)
         log.info("pid %d loads generation %d of %s", pid, number, self.config.model.path)
@@ -265,6 +275,8 @@ class Rank:
         """Frees generations that are neither served nor leased by anybody."""
         if time.monotonic() < self._drain_after:
             return
+        if self._store_problem and self._notifier.keeps_descriptors:
+            return  # what is stored safely stays until what is served is, too
         leased = {lease.generation for lease in self._leases.values()}
         for number in [n for n in self._generations if n != self._serving and n not in leased]:
             held = self._generations.pop(number)
@@ -272,6 +284,13 @@ class Rank:
                 self._notifier.remove(name)
             held.close()
             log.info("freed generation %d: %s", number, size(held.weight_bytes))
+
+    def store_what_is_not(self) -> None:
+        """Tries again to have the served generation kept, when it was not confirmed."""
+        held = self._served()
+        due = time.monotonic() >= self._store_again_at
+        if held is not None and self._store_problem and due and self._notifier.keeps_descriptors:
+            self._store(held)
 
     def refresh_configuration(self) -> None:
         """Reads the configuration if it changed, and keeps a good one in the store."""
@@ -285,7 +304,9 @@ class Rank:
     def say_status(self) -> None:
         """Tells the supervisor the sentence, if it is not the one that it knows."""
         sentence = self.sentence()
-        if sentence != self._said and self._notifier.mention(f"STATUS={sentence}"):
+        # What a peer said may be in it: one line, or it would be assignments of its own.
+        line = " ".join(sentence.split())[:MAX_SENTENCE]
+        if sentence != self._said and self._notifier.mention(f"STATUS={line}"):
             self._said = sentence
 
     def extend_start(self, seconds: float) -> None:
@@ -306,7 +327,13 @@ class Rank:
         failed_before = self._load_problem and not self.failed
         reload = f"the last load failed: {self._load_problem}" if failed_before else ""
         missing = self._missing_in_configuration()
-        found = (*self._configuration.problems, missing, self._store_problem, reload)
+        found = (
+            *self._configuration.problems,
+            *self._unreadable.values(),
+            missing,
+            self._store_problem,
+            reload,
+        )
         return tuple(problem for problem in found if problem)
 
     def differences(self) -> tuple[Difference, ...]:
@@ -371,7 +398,16 @@ class Rank:
         if not self._notifier.keeps_descriptors:
             self._store_problem = "no supervisor keeps the descriptors: a restart loses the weights"
             return 0
-        stored = sum(self._notifier.store(name, fd) for name, fd in held.named_fds())
+        self._store_problem = ""
+        self._store_again_at = time.monotonic() + STORE_AGAIN_S
+        deadline = time.monotonic() + STORE_DEADLINE_S
+        stored = 0
+        for name, fd in held.named_fds():
+            # Engines are served by the same loop: a supervisor that does not listen is not waited
+            # for with every slab.
+            if time.monotonic() > deadline or not self._notifier.store(name, fd):
+                break
+            stored += 1
         if stored < len(held.fds) or not self._notifier.barrier():
             self._store_problem = (
                 f"the supervisor did not confirm the {len(held.fds)} descriptors of generation"

@@ -19,7 +19,11 @@ from wcache.protocol import REQUESTS, Refused, decode_body
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
+# Of all users together that are neither root nor the daemon's own: the others keep their room.
+MAX_OTHERS = 768
 BACKLOG = 128
+ACCEPT_PAUSE_S = 0.05
+COMPLAINT_PERIOD_S = 60.0
 
 
 class Server:
@@ -30,9 +34,10 @@ class Server:
         self._rank = rank
         self._connections: dict[int, Connection] = {}
         self._next_number = 1
+        self._complained = -COMPLAINT_PERIOD_S
         self._selector = selectors.DefaultSelector()
-        self._listener = _listen(paths.socket)
         self._access: AccessSection | None = None
+        self._listener = _listen(paths.socket, rank.access)
         self.apply_access(rank.access)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -45,13 +50,7 @@ class Server:
         if access == self._access:
             return
         self._access = access
-        group = group_of(access)
-        try:
-            if group is not None:
-                os.chown(self._paths.socket, -1, group)
-            self._paths.socket.chmod(socket_mode(access))
-        except OSError as error:
-            log.error("permissions of %s can not be set: %s", self._paths.socket, error)
+        _permit(self._paths.socket, access)
 
     def step(self, timeout_s: float) -> None:
         """Waits for at most ``timeout_s`` and serves whoever has something to say."""
@@ -80,18 +79,32 @@ class Server:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except OSError as error:  # the peer is gone again, or descriptors are short for a moment
-            log.warning("a connection could not be accepted: %s", error)
+        except OSError as error:  # the peer is gone again, or descriptors are short
+            if time.monotonic() - self._complained > COMPLAINT_PERIOD_S:
+                self._complained = time.monotonic()
+                log.warning("connections can not be accepted: %s", error)
+            # The listener stays readable meanwhile: without a pause the loop would spin.
+            time.sleep(ACCEPT_PAUSE_S)
             return
         peer = Connection(self._next_number, accepted)
         self._next_number += 1
-        if len(self._connections) >= MAX_CONNECTIONS:
-            log.warning("more than %d connections, pid %d is refused", MAX_CONNECTIONS,
-                        peer.peer.pid)  # fmt: skip
+        if self._has_too_many(peer):
+            if time.monotonic() - self._complained > COMPLAINT_PERIOD_S:
+                self._complained = time.monotonic()
+                log.warning("too many connections, uid %d is refused", peer.peer.uid)
             peer.close()
             return
         self._connections[peer.number] = peer
         self._selector.register(peer, selectors.EVENT_READ)
+
+    def _has_too_many(self, peer: Connection) -> bool:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            return True
+        own = (0, os.geteuid())
+        if peer.peer.uid in own:
+            return False
+        others = sum(other.peer.uid not in own for other in self._connections.values())
+        return others >= MAX_OTHERS
 
     def _serve(self, peer: Connection, events: int) -> None:
         try:
@@ -133,7 +146,17 @@ class Server:
         self._rank.peer_gone(peer.number)
 
 
-def _listen(path: Path) -> socket.socket:
+def _permit(path: Path, access: AccessSection) -> None:
+    group = group_of(access)
+    try:
+        if group is not None:
+            os.chown(path, -1, group)
+        path.chmod(socket_mode(access))
+    except OSError as error:
+        log.error("permissions of %s can not be set: %s", path, error)
+
+
+def _listen(path: Path, access: AccessSection) -> socket.socket:
     """Binds ``path``, in place of what a daemon that was killed has left there.
 
     Raises :class:`TryAgainError` when somebody answers on it.
@@ -149,12 +172,17 @@ def _listen(path: Path) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError):
             path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Nobody can connect before its mode is set: the file appears with no permissions at all.
+    # Made under another name and without permissions, and renamed when its mode is set: nobody
+    # connects too early, and a daemon killed in between leaves nothing in its successor's way.
+    made = check_socket_path(path.with_name("new.sock"))
+    made.unlink(missing_ok=True)
     before = os.umask(0o777)
     try:
-        listener.bind(str(path))
+        listener.bind(str(made))
     finally:
         os.umask(before)
+    _permit(made, access)
     listener.listen(BACKLOG)
+    made.rename(path)
     listener.setblocking(False)
     return listener

@@ -1,6 +1,8 @@
 """What a rank's daemon says and what it hands over for safekeeping."""
 
+import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,8 @@ class Inbox:
         self._rank = rank
         self._socket = NotifySocket(path)
         self.store = DescriptorStore()
+        self._lost = False
+        """A descriptor that was to be stored was not, since the last BARRIER=1."""
 
     @property
     def path(self) -> Path:
@@ -46,6 +50,8 @@ class Inbox:
                 message = self._parse(datagram, main_pid)
                 if message:
                     self._keep(message, datagram)
+                    if message.barrier:
+                        self._confirm(datagram)
                     yield message
             finally:
                 close_all(datagram.fds)
@@ -53,6 +59,13 @@ class Inbox:
     def close(self) -> None:
         self._socket.close()
         self.store.clear()
+
+    def _confirm(self, barrier: Datagram) -> None:
+        """Closes the pipe's end, as systemd does; a byte in it says that something was lost."""
+        if self._lost and barrier.fds:
+            with contextlib.suppress(OSError):
+                os.write(barrier.fds[0], b"!")
+        self._lost = False
 
     def _parse(self, datagram: Datagram, main_pid: int) -> NotifyMessage | None:
         if not main_pid or datagram.pid != main_pid:
@@ -64,6 +77,7 @@ class Inbox:
                 raise ProtocolError(datagram.problem)
             return parse(datagram.data)
         except ProtocolError as error:
+            self._lost = True
             log.error("rank %s: message is refused: %s", self._rank, error.message)
             return None
 
@@ -75,5 +89,6 @@ class Inbox:
         elif message.store:
             while datagram.fds:
                 if problem := self.store.add(message.store_name, datagram.fds.pop(0)):
+                    self._lost = True
                     log.error("rank %s: descriptor %s is not stored: %s",
                               self._rank, message.store_name, problem)  # fmt: skip

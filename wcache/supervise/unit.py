@@ -212,8 +212,12 @@ class Unit:
             self._restart_later(f"can not be started: {error}")
         except WcacheError as error:
             log.error("rank %s: %s", self.id, error.message)
-            self._result = error.message
-            self._settle("failed")
+            if len(self._inbox.store):
+                # Whatever is wrong may pass; weights that are dropped do not come back.
+                self._restart_later(error.message)
+            else:
+                self._result = error.message
+                self._settle("failed")
 
     def _begin(self) -> None:
         """Never a second daemon: whoever serves the rank's socket already is taken over."""
@@ -278,6 +282,7 @@ class Unit:
             # It may never say READY=1 again, and what it serves must not end for that.
             if self.state == "starting":
                 self._ready()
+            self._ping_by = math.inf
         if self._restart_asked:
             self._restart_asked = not self.unkept
             if self._restart_asked:
@@ -321,7 +326,8 @@ class Unit:
 
     def _arm_watchdog(self) -> None:
         """As in systemd only a daemon that is ready is watched."""
-        watched = self._watchdog_s and self.state == "active"
+        # A daemon that holds what nobody else does is never ended for its silence.
+        watched = self._watchdog_s and self.state == "active" and not self.unkept
         self._ping_by = time.monotonic() + self._watchdog_s if watched else math.inf
 
     # --- ending a process -----------------------------------------------------------------------
@@ -335,7 +341,7 @@ class Unit:
 
     def _abort(self, fault: str) -> None:
         """SIGABRT leaves a trace of where a daemon hangs; SIGKILL follows if it stays."""
-        if self._main is None or self._fault:
+        if self._main is None or self._fault or self.unkept:
             return
         log.error("rank %s: %s, pid %d is ended", self.id, fault, self._main.pid)
         self._disarm()
@@ -389,6 +395,8 @@ class Unit:
         if count := self._inbox.store.clear():
             log.info("rank %s: %d stored descriptors are dropped", self.id, count)
         self._loader.stop_soon()
+        if self._status.startswith("serving"):
+            self._status = ""  # it serves no more
         self._enter(state)
 
     def _restart_later(self, result: str) -> None:
