@@ -14,7 +14,8 @@ RECEIVE_BYTES = 1 << 16
 _INT_BYTES = array.array("i").itemsize
 # linux/socket.h; Python's socket module does not name it.
 _SO_PEERGROUPS = 59
-_MAX_GROUPS = 65536
+# All that Python's getsockopt takes: 256 groups.
+_MAX_OPTION_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ def peer_credentials(connection: socket.socket) -> Credentials:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
     pid, uid, gid = struct.unpack("iII", raw)
     try:
-        groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS * 4)
-    except OSError:  # before Linux 4.13
+        groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_OPTION_BYTES)
+    except OSError:  # before Linux 4.13, or a peer in more groups than that
         groups = b""
     return Credentials(pid, uid, gid, struct.unpack(f"{len(groups) // 4}I", groups))
 

@@ -12,9 +12,10 @@ from tests.daemons import Start, attach, connects, published, report
 from tests.places import Places, publish_config
 from tests.processes import Store, daemon_log, end, start_daemon, wait_for
 from tests.publishing import FINGERPRINT, content, head, manifest, offered, publish
-from wcache.config import LayoutSection
+from wcache.config import Config, LayoutSection
 from wcache.control import Control, receive_reply
 from wcache.errors import MismatchError, NoSuchRankError, NotReadyError, TryAgainError, WcacheError
+from wcache.memory.memfd import create_sealed
 from wcache.protocol import (
     AskLoad,
     Attach,
@@ -34,6 +35,11 @@ from wcache.state import RankState
 from wcache.wire import close_all
 
 pytestmark = pytest.mark.process
+
+
+def with_model(name: str) -> Config:
+    config = publish_config()
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=name))
 
 
 def test_empty_daemon_is_up_and_says_what_it_waits_for(
@@ -427,3 +433,74 @@ def test_weights_of_another_model_are_not_taken(places: Places, store: Store, st
 def test_nobody_listening_is_said_in_a_line(places: Places) -> None:
     with pytest.raises(NoSuchRankError, match="no daemon answers for rank 0"):
         Control.connect(places.rank(), "operator")
+
+
+def test_generation_of_another_version_is_kept_and_told(
+    places: Places, store: Store, start: Start
+) -> None:
+    """An upgrade must not free what only the version before can read."""
+    places.write_config(publish_config())
+    first = start()
+    published(places, store, [content(b"a")])
+    end(first)
+    described = msgspec.json.decode(os.pread(store.fds["g1.manifest"], 1 << 20, 0))
+    described["version"] = 99
+    os.close(store.fds["g1.manifest"])
+    store.fds["g1.manifest"] = create_sealed("manifest", msgspec.json.encode(described))
+    start()
+    seen = report(places)
+    assert seen.state is RankState.EMPTY
+    assert "generation 1 is kept and can not be read: manifest has version 99" in seen.problems[0]
+    assert {"g1.slab.0", "g1.manifest"} <= store.fds.keys()
+    published(places, store, [content(b"b")])
+    assert [held.number for held in report(places).generations] == [2]
+    assert {"g1.slab.0", "g1.manifest", "g2.slab.0"} <= store.fds.keys()
+
+
+def test_a_connection_is_one_lease(places: Places, store: Store, start: Start) -> None:
+    places.write_config(publish_config())
+    start()
+    published(places, store, [content(b"a")])
+    with Control.connect(places.rank(), "client") as control:
+        _, fds = attach(control)
+        close_all(fds)
+        with pytest.raises(WcacheError, match="this connection is a lease already"):
+            control.request(Attach(), Attached)
+
+
+def test_what_a_peer_says_is_no_message_to_the_supervisor(
+    places: Places, store: Store, start: Start
+) -> None:
+    places.write_config(publish_config())
+    start()
+    published(places, store, [content(b"a")])
+    places.write_config(with_model("next-model"))
+    with Control.connect(places.rank(), "loader") as loader:
+        loader.request(AskLoad(source="engine"), LoadOrder)
+        loader.tell(LoadFailed(message="x\nFDSTOREREMOVE=1\nFDNAME=g1.manifest\n"))
+        wait_for(lambda: report(places).state is RankState.READY, "the load has failed")
+    store.serve(lambda: any("FDNAME=g1.manifest" in line for line in store.said))
+    assert "g1.manifest" in store.fds
+    assert "FDSTOREREMOVE=1" not in [line.strip() for line in store.said[-3:]]
+
+
+def test_old_generation_stays_until_the_new_one_is_stored(
+    places: Places, store: Store, start: Start
+) -> None:
+    """Nobody takes the descriptors of the new generation: the old one must stay in the store."""
+    places.write_config(publish_config())
+    start()
+    published(places, store, [content(b"a")])
+    places.write_config(with_model("next-model"))
+    following = manifest(fingerprint=msgspec.structs.replace(FINGERPRINT, model="next-model"))
+    with (
+        Control.connect(places.rank(), "loader") as loader,
+        offered(following, [content(b"b")]) as fds,
+    ):
+        loader.request(AskLoad(source="engine"), LoadOrder)
+        loader.request(Publish(slabs=following.slabs), Published, fds)
+    seen = report(places)
+    assert [held.number for held in seen.generations] == [1, 2]
+    assert "did not confirm" in seen.problems[0]
+    store.serve(lambda: "g2.manifest" in store.fds and "g1.manifest" not in store.fds)
+    assert report(places).problems == ()

@@ -104,3 +104,8 @@ def test_a_socket_path_that_the_kernel_would_cut_is_refused() -> None:
     assert "WCACHE_RUN_DIR" in caught.value.hint
     with pytest.raises(UsageError):
         check_socket_path(Path("/" + "é" * 60))
+
+
+def test_an_instance_can_not_take_the_default_ones_files() -> None:
+    with pytest.raises(UsageError, match="can not be named 'wcache'"):
+        check_instance_name("wcache")
