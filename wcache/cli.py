@@ -9,11 +9,14 @@ import typer
 import typer.main
 
 import wcache
+from wcache.commands.doctor import doctor
 from wcache.commands.down import down
+from wcache.commands.install import install
 from wcache.commands.logs import logs
 from wcache.commands.restart import restart
 from wcache.commands.status import status
 from wcache.commands.supervise import supervise
+from wcache.commands.uninstall import uninstall
 from wcache.commands.up import up
 from wcache.commands.verify import verify
 from wcache.errors import ConfigError, ExitCode, WcacheError
@@ -50,7 +53,10 @@ def _wcache(
     """
 
 
-for _command in (up, status, verify, restart, down, logs, supervise):
+_COMMANDS = (
+    up, status, verify, restart, down, logs, doctor, install, uninstall, supervise,
+)  # fmt: skip
+for _command in _COMMANDS:
     app.command()(_command)
 
 

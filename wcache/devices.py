@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from wcache.errors import WcacheError
+
+ComputeMode = Literal["default", "exclusive", "prohibited"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +27,22 @@ class Gpu:
     """Whether the device stays initialised without users; None where the driver does not say.
 
     Without it the memory that descriptors hold is lost with the device's last user."""
+    mig: bool = False
+    """Cut into instances, so that nothing can run on the GPU as a whole."""
+    compute_mode: ComputeMode = "default"
+    """How many processes may use it: any number, one, or none."""
 
 
 def gpus() -> tuple[Gpu, ...]:
     """Every GPU, whatever CUDA_VISIBLE_DEVICES says; none where there is no driver."""
     with _nvml() as nvml:
         return tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+
+
+def driver_version() -> str:
+    """As ``580.65.06``; empty where there is no driver."""
+    with _nvml() as nvml:
+        return _text(nvml.nvmlSystemGetDriverVersion())
 
 
 def gpu(uuid: str) -> Gpu:
@@ -81,6 +93,10 @@ class _NoGpus:
     def nvmlDeviceGetCount() -> int:
         return 0
 
+    @staticmethod
+    def nvmlSystemGetDriverVersion() -> str:
+        return ""
+
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
@@ -111,6 +127,8 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         persistence=_persistence(nvml, handle),
+        mig=_mig(nvml, handle),
+        compute_mode=_compute_mode(nvml, handle),
     )
 
 
@@ -119,6 +137,25 @@ def _persistence(nvml: Any, handle: Any) -> bool | None:
         return bool(nvml.nvmlDeviceGetPersistenceMode(handle))
     except nvml.NVMLError:
         return None
+
+
+def _mig(nvml: Any, handle: Any) -> bool:
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:  # a GPU that can not be cut
+        return False
+    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _compute_mode(nvml: Any, handle: Any) -> ComputeMode:
+    try:
+        mode = nvml.nvmlDeviceGetComputeMode(handle)
+    except nvml.NVMLError:
+        return "default"
+    if mode == nvml.NVML_COMPUTEMODE_PROHIBITED:
+        return "prohibited"
+    exclusive = (nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, nvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD)
+    return "exclusive" if mode in exclusive else "default"
 
 
 def _text(value: str | bytes) -> str:

@@ -141,9 +141,11 @@ COLOURS = {
     "ok": "green",
     "loading": "yellow",
     "staging": "yellow",
+    "warn": "yellow",
     "warning": "yellow",
     "skipped": "yellow",
     "failed": "bold red",
     "bad": "bold red",
+    "fail": "bold red",
     "silent": "bold red",
 }

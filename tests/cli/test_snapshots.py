@@ -13,6 +13,8 @@ from tests.places import Places, publish_config
 pytestmark = pytest.mark.cli
 
 COMMANDS = ["up", "status", "verify", "restart", "down", "logs", "supervise"]
+# These are about the machine and not about an instance: tests/cli/test_install.py.
+ON_A_HOST = ["doctor", "install", "uninstall"]
 
 
 def nothing(_: Places) -> None:
@@ -47,7 +49,7 @@ def an_empty_folder(places: Places) -> None:
 Setup = Callable[[Places], None]
 CASES: list[tuple[str, Setup, str]] = [
     ("help", nothing, "--help"),
-    *((f"help_{command}", nothing, f"{command} --help") for command in COMMANDS),
+    *((f"help_{command}", nothing, f"{command} --help") for command in (*COMMANDS, *ON_A_HOST)),
     ("version", nothing, "--version"),
     # Usage.
     ("usage_no_such_command", nothing, "stat"),
@@ -123,7 +125,8 @@ def test_every_snapshot_belongs_to_a_test() -> None:
     from tests.cli.snapshot import SNAPSHOTS
 
     names = {case[0] for case in CASES} | {f"locked_{name}" for name in ("up", "down", "restart")}
-    kept = {file.stem for file in SNAPSHOTS.glob("*.txt") if not file.stem.startswith("job_")}
+    elsewhere = ("job_", "install", "uninstall")
+    kept = {file.stem for file in SNAPSHOTS.glob("*.txt") if not file.stem.startswith(elsewhere)}
     assert kept == names
 
 

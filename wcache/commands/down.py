@@ -18,6 +18,9 @@ def down(
     force: Annotated[
         bool, typer.Option("--force", help="Also when engines hold leases; they keep running.")
     ] = False,
+    disable: Annotated[
+        bool, typer.Option("--disable", help="A reboot does not start them again either.")
+    ] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Stop ranks and free their weights. To keep the weights, use restart.
@@ -48,6 +51,8 @@ def down(
             )
         up = [rank for rank, one in found.items() if one.is_up]
         held = sum(found[rank].held_bytes for rank in up)
+        if disable:
+            supervisor.disable(wanted)
         if up:
             supervisor.stop(up)
         if not named:

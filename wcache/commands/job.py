@@ -1,6 +1,6 @@
 """One ``wcache up``: everything is checked first, and then done."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,15 @@ class Job:
             out=self.out,
         )
 
+    def enable(self, failed: Iterable[int] = ()) -> None:
+        """Has a reboot load the ranks again, but those that ``failed``."""
+        local = self.config.ranks.local_ranks()
+        try:
+            self.supervisor.enable(sorted(set(local).difference(failed)))
+        except WcacheError as error:
+            # The weights are there, which is what was asked for first.
+            self.out.warn(f"a reboot will not load them again: {error.message}")
+
     def stop_leaving(self) -> None:
         """Stops ranks that the layout does not have any more, if nobody came to use them since."""
         leaving = self.rollout.leaving
@@ -81,6 +90,7 @@ class Job:
                 f"{rank_words(leaving)} of the old layout stay: {'; '.join(used)}",
                 hint=f"stop these engines, then: wcache down {' '.join(map(str, leaving))}",
             )
+        self.supervisor.disable(leaving)
         self.supervisor.stop(leaving)
         freed = sum(one.held_bytes for one in now.values())
         self.out.say(f"{rank_words(leaving)} of the old layout down, {size(freed)} freed")

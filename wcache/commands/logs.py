@@ -4,17 +4,22 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from wcache.commands.options import InstanceOption
 from wcache.errors import UsageError, WcacheError
-from wcache.paths import InstancePaths
+from wcache.output import one_line
+from wcache.paths import InstancePaths, RankId
 from wcache.ranks import chosen, known_ranks, select
+
+if TYPE_CHECKING:
+    from wcache.supervise.journal import Part
+    from wcache.supervise.systemd import SystemdSupervisor
 
 # As :mod:`wcache.log` begins its lines; they sort as text.
 _TIME = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
@@ -89,9 +94,19 @@ def logs(
 ) -> None:
     """Show what daemons, loaders and the supervisor wrote.
 
-    The logs are merged by time; each line begins with who wrote it.
+    The logs are merged by time; each line begins with who wrote it. Under systemd they are in its
+    journal, and what it says of a rank itself takes the place of the supervisor's log.
     """
+    from wcache.supervise import supervisor_for
+    from wcache.supervise.systemd import SystemdSupervisor
+
     paths, named = select(instance, ranks or [])
+    keeper = supervisor_for(paths.instance)
+    if isinstance(keeper, SystemdSupervisor):
+        asked: dict[Part, bool] = {"daemon": daemon, "loader": loader, "systemd": supervisor}
+        of = [part for part, wanted in asked.items() if wanted] or list(asked)
+        _journal(keeper, chosen(paths, named), of, count=lines, follow=follow)
+        return
     if named and supervisor:
         raise UsageError("--supervisor belongs to no rank", hint="leave the ranks out")
     shown = chosen(paths, named) if named else _logged(paths)
@@ -106,14 +121,28 @@ def logs(
     if not follow and not any(file.path.exists() for file in files):
         raise WcacheError(
             f"no logs in {paths.state / 'log'}",
-            hint="nothing was started here yet; under systemd they are in the journal:"
-            " journalctl -u 'wcache@*'",
+            hint="nothing was started here yet",
         )
     past = merged([(file.label, file.tail(lines)) for file in files])
     _write(past[-lines:] if lines else [])
     while follow:
         time.sleep(_PERIOD_S)
         _write(merged([(file.label, file.more()) for file in files]))
+
+
+def _journal(
+    keeper: "SystemdSupervisor",
+    ranks: Sequence[int],
+    parts: "Sequence[Part]",
+    *,
+    count: int,
+    follow: bool,
+) -> None:
+    """What the journal has of ``ranks``."""
+    width = len(f"systemd[{RankId(keeper.instance, max(ranks))}]")
+    for line in keeper.log_lines(ranks, parts, count=count, follow=follow):
+        # A message may have been written by anybody who may write to the journal.
+        print(f"{line.label:<{width}} | {one_line(str(line))}", flush=follow)
 
 
 def merged(logs: list[tuple[str, list[bytes]]]) -> list[bytes]:

@@ -8,7 +8,7 @@ from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption, parse_size
 from wcache.commands.overview import collect, tables
 from wcache.config import Device, DType, Loader
-from wcache.errors import ExitCode
+from wcache.errors import ExitCode, NotReadyError
 from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
 
@@ -85,7 +85,7 @@ def up(
     """
     from wcache.commands.job import prepare
     from wcache.commands.wanted import Args
-    from wcache.supervise import supervisor_for
+    from wcache.supervise import supervisor_for, units_missing
 
     args = Args(
         model=model, revision=revision, dtype=dtype, loader=loader, device=device,
@@ -96,14 +96,21 @@ def up(
     paths = InstancePaths.of(check_instance_name(instance) if instance else "")
     supervisor = supervisor_for(paths.instance)
     out = Output(quiet=quiet)
+    if supervisor.kind == "direct" and units_missing():
+        out.say("systemd is not asked: wcache install gives it the units, and a reboot the weights")
     with hold(paths, "wcache up"):
         job = prepare(args, paths, supervisor, out)
         job.begin()
         try:
             failures = job.follow(timeout)
+        except NotReadyError:
+            job.enable()  # loading goes on
+            raise
         except KeyboardInterrupt:
+            job.enable()
             out.say("loading goes on: wcache status shows how far it is, wcache down ends it")
             raise typer.Exit(INTERRUPTED) from None
+        job.enable(failures)
         if not failures:
             job.stop_leaving()
     found = collect(paths, job.config.ranks.local_ranks(), supervisor)

@@ -82,6 +82,12 @@ class DirectSupervisor:
         except NoSuchRankError:
             self.stop(load_ranks(self._paths.supervisor_folder / RECORD_NAME))
 
+    def enable(self, ranks: Iterable[int]) -> None:
+        """Nothing: who starts ``wcache supervise`` at boot has the configured ranks started."""
+
+    def disable(self, ranks: Iterable[int]) -> None:
+        """Nothing, as for :meth:`enable`."""
+
     def _is_served(self, rank: int) -> bool:
         found = find_daemon(self._paths.rank(rank).socket)
         if found:

@@ -51,3 +51,9 @@ class Supervisor(Protocol):
 
     def shutdown(self) -> None:
         """Stops every rank, and ends the supervisor where it is wcache's own."""
+
+    def enable(self, ranks: Iterable[int]) -> None:
+        """Has the next boot start ``ranks``, where the supervisor is one that a boot starts."""
+
+    def disable(self, ranks: Iterable[int]) -> None:
+        """Undoes :meth:`enable`; what runs goes on."""

@@ -1,0 +1,602 @@
+"""Each check of doctor finds its fault, says how to mend it, and is content without it."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import wcache
+from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
+from tests.places import Places, publish_config
+from wcache.checkpoint import identify, open_checkpoint
+from wcache.config import AccessSection, Config, LayoutSection, MemorySection, ModelSection
+from wcache.daemon.ready import Ready
+from wcache.devices import Gpu
+from wcache.doctor import (
+    CHECKS,
+    Check,
+    Evidence,
+    Finding,
+    Machine,
+    Manager,
+    diagnose,
+    memory,
+    model,
+    ranks,
+    service,
+)
+from wcache.doctor import gpu as gpu_checks
+from wcache.fingerprint import Fingerprint
+from wcache.install import Target, install, plan
+from wcache.protocol import GenerationReport, Report
+from wcache.ranks import RankView
+from wcache.state import RankState
+from wcache.supervise.interface import UnitReport
+
+pytestmark = pytest.mark.unit
+
+NOW = time.time()
+GPU = Gpu(index=0, uuid="GPU-aa", name="H200", total_bytes=8 << 30, free_bytes=4 << 30,
+          persistence=True)  # fmt: skip
+Make = Callable[..., Evidence]
+
+
+@pytest.fixture
+def evidence(places: Places) -> Make:
+    """A machine on which nothing is wrong, but for what a test says."""
+
+    def make(**changes: Any) -> Evidence:
+        usual: dict[str, Any] = {
+            "instance": places.instance(),
+            "manager": manager(places),
+            "machine": machine(places),
+            "now": NOW,
+        }
+        return Evidence(**(usual | changes))
+
+    return make
+
+
+def manager(places: Places, version: int = 252, **changes: Any) -> Manager:
+    return Manager(version=version, target=Target.system(places.root / "root"), **changes)
+
+
+def machine(places: Places, available_kib: int = 1 << 20, free_pages: int = 0) -> Machine:
+    proc, pages = places.root / f"proc{available_kib}", places.root / f"pages{free_pages}"
+    for folder in (proc, pages):
+        folder.mkdir(exist_ok=True)
+    (proc / "meminfo").write_text(f"MemAvailable: {available_kib} kB\n")
+    (pages / "free_hugepages").write_text(f"{free_pages}\n")
+    return Machine(
+        meminfo=proc, hugepages=pages, shm=Path("/dev/shm"), linger=places.root / "linger",
+        mps_pipes=places.root / "mps",
+    )  # fmt: skip
+
+
+def results(check: Check, found: Evidence) -> list[str]:
+    return [finding.result for finding in check(found)]
+
+
+def only(check: Check, found: Evidence) -> Finding:
+    (finding,) = check(found)
+    return finding
+
+
+def report(rank: int = 0, **changes: Any) -> Report:
+    usual: dict[str, Any] = {
+        "instance": "", "rank": rank, "pid": 4711, "version": wcache.__version__,
+        "state": RankState.READY, "status": "ready", "since": NOW - 60,
+    }  # fmt: skip
+    return Report(**(usual | changes))
+
+
+def serving(fingerprint: Fingerprint) -> GenerationReport:
+    return GenerationReport(
+        number=1, serving=True, how="loaded", manifest_digest="sha256:0", fingerprint=fingerprint,
+        fingerprint_digest=fingerprint.digest(), weight_bytes=1, slab_bytes=2 << 20, slabs=1,
+        storages=1, tensors=1, since=NOW - 60,
+    )  # fmt: skip
+
+
+def unit(rank: int = 0, **changes: Any) -> UnitReport:
+    usual: dict[str, Any] = {"state": "active", "main_pid": 4711}
+    return UnitReport(rank=rank, **(usual | changes))
+
+
+def up(rank: int = 0, told: Report | None = None, **unit_changes: Any) -> dict[int, RankView]:
+    view = RankView(rank=rank, report=told or report(rank), unit=unit(rank, **unit_changes))
+    return {rank: view}
+
+
+def checkpoint_config(folder: Path, **memory_changes: Any) -> Config:
+    content = identify(open_checkpoint(folder)).digest
+    return Config(
+        model=ModelSection(path=str(folder), content=content),
+        memory=MemorySection(slab_bytes=2 << 20, **memory_changes),
+    )
+
+
+# --- the service manager ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(0, "none runs here"), (252, "stop frees them"), (254, "crash and stop")],
+)
+def test_the_version_of_systemd_says_what_stop_does(
+    version: int, words: str, evidence: Make, places: Places
+) -> None:
+    finding = only(service.check_systemd, evidence(manager=manager(places, version)))
+    assert finding.result == "ok"
+    assert words in finding.detail
+
+
+class Units:
+    def __init__(self, places: Places, evidence: Make) -> None:
+        self.target = Target.system(places.root / "root")
+        # An interpreter that is there, wherever the tests run.
+        self.planned = plan(self.target, python="/bin/sh", systemd_version=252)
+        self.places = places
+        self._evidence = evidence
+
+    def install(self) -> None:
+        for _ in install(self.target, self.planned, dry_run=False):
+            pass
+
+    def check(self, **changes: Any) -> list[Finding]:
+        found = self._evidence(manager=manager(self.places, **changes))
+        return list(service.check_units(found, self.planned))
+
+
+@pytest.fixture
+def units(places: Places, evidence: Make) -> Units:
+    return Units(places, evidence)
+
+
+def test_units_that_are_not_installed_are_offered(units: Units) -> None:
+    (finding,) = units.check()
+    assert (finding.result, finding.mend) == ("warn", "wcache install")
+
+
+def test_no_units_are_asked_for_where_there_is_no_systemd(units: Units) -> None:
+    assert units.check(version=0) == []
+
+
+def test_installed_units_are_as_shipped(units: Units) -> None:
+    units.install()
+    assert [finding.result for finding in units.check()] == ["ok"]
+
+
+def test_a_unit_that_is_missing_edited_or_old_is_named(units: Units) -> None:
+    units.install()
+    (units.target.units / "wcache-load@.service").unlink()
+    with (units.target.units / "wcache.target").open("a") as file:
+        file.write("# mine\n")
+    other = plan(units.target, python="/bin/ls", systemd_version=252)
+    old = next(one for one in other if one.path.name == "wcache@.service")
+    old.path.write_bytes(old.data)
+    found = units.check()
+    details = " ".join(finding.detail for finding in found)
+    assert {finding.result for finding in found} == {"fail", "warn"}
+    assert "missing: wcache-load@.service" in details
+    assert "of another wcache or python: wcache@.service" in details
+    assert "edited by hand" in details
+
+
+def test_a_masked_and_an_overridden_unit_are_named(units: Units) -> None:
+    units.install()
+    etc = units.places.root / "etc-systemd"
+    etc.mkdir()
+    (etc / "wcache.target").symlink_to("/dev/null")
+    (etc / "wcache@.service").write_text("[Service]\n")
+    found = {finding.result: finding for finding in units.check(overrides=(etc,))}
+    assert found["fail"].mend == "systemctl unmask wcache.target"
+    assert found["warn"].mend == "systemctl revert wcache@.service"
+
+
+def test_units_of_an_environment_that_was_moved_are_named(units: Units) -> None:
+    units.planned = plan(units.target, python="/gone/python", systemd_version=252)
+    units.install()
+    (finding,) = units.check()
+    assert finding.result == "fail"
+    assert "start /gone/python, which is gone" in finding.detail
+
+
+def test_an_absent_group_is_said(evidence: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "GROUP", "no-such-group-here")
+    assert only(service.check_group, evidence()).mend == "groupadd -r no-such-group-here"
+    monkeypatch.setattr(service, "GROUP", "root")
+    assert results(service.check_group, evidence()) == ["ok"]
+
+
+def test_a_user_who_does_not_linger_is_warned(evidence: Make, places: Places) -> None:
+    import pwd
+
+    target = Target.user(places.root / "config")
+    found = evidence(manager=Manager(version=252, target=target))
+    assert only(service.check_linger, found).mend == "loginctl enable-linger"
+    name = pwd.getpwuid(os.getuid()).pw_name
+    (found.machine.linger).mkdir()
+    (found.machine.linger / name).touch()
+    assert results(service.check_linger, found) == ["ok"]
+
+
+def test_a_folder_in_which_others_could_write_is_a_fault(evidence: Make, places: Places) -> None:
+    run = places.instance().run
+    found = evidence()
+    assert results(service.check_folders, found) == ["ok"]
+    run.mkdir()
+    run.chmod(0o755)
+    assert results(service.check_folders, found) == ["ok"]
+    run.chmod(0o777)
+    finding = only(service.check_folders, found)
+    assert (finding.result, finding.mend) == ("fail", f"chmod go-w {run}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_another_user_is_a_fault(evidence: Make, places: Places) -> None:
+    run = places.instance().run
+    run.mkdir()
+    os.chown(run, 1234, -1)
+    finding = only(service.check_folders, evidence())
+    assert finding.result == "fail"
+    assert "uid 1234" in finding.detail
+
+
+def test_a_folder_that_is_closed_to_those_who_may_attach_is_a_fault(
+    evidence: Make, places: Places
+) -> None:
+    run = places.instance().run
+    run.mkdir()
+    run.chmod(0o700)
+    config = publish_config(access=AccessSection(uids=(1234,)))
+    assert only(service.check_folders, evidence(config=config)).mend == f"chmod go+x {run}"
+    assert results(service.check_folders, evidence(config=publish_config())) == ["ok"]
+
+
+def test_a_socket_with_another_mode_than_configured_is_named(
+    evidence: Make, places: Places
+) -> None:
+    with listening(places):
+        places.rank().socket.chmod(0o666)
+        finding = only(service.check_folders, evidence(config=publish_config(), views=up()))
+    assert finding.result == "warn"
+    assert "has mode 666" in finding.detail
+    assert finding.mend == "wcache restart 0"
+
+
+# --- what runs and what is left ------------------------------------------------------------------
+
+
+@contextmanager
+def listening(places: Places) -> Iterator[None]:
+    """A socket in the rank's place that answers to connect(2)."""
+    path = places.rank().socket
+    path.parent.mkdir(parents=True, mode=0o755)
+    path.parent.parent.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+        yield
+
+
+def test_a_daemon_that_is_silent_failed_or_old_is_named(evidence: Make) -> None:
+    assert results(ranks.check_ranks, evidence(views=up())) == ["ok"]
+    silent = {0: RankView(rank=0, silence="no answer", unit=unit())}
+    assert only(ranks.check_ranks, evidence(views=silent)).mend == "wcache restart 0"
+    failed = {0: RankView(rank=0, unit=unit(state="failed", status="no such file"))}
+    assert "no such file" in only(ranks.check_ranks, evidence(views=failed)).detail
+    old = evidence(views=up(told=report(version="0.0.1")))
+    assert "runs wcache 0.0.1" in only(ranks.check_ranks, old).detail
+    troubled = evidence(views=up(told=report(problems=("bad file",))))
+    assert only(ranks.check_ranks, troubled).result == "fail"
+
+
+def test_ranks_that_can_not_be_asked_are_a_fault(evidence: Make) -> None:
+    finding = only(ranks.check_ranks, evidence(silence="permission denied"))
+    assert finding.result == "fail"
+
+
+def test_descriptors_that_the_supervisor_does_not_keep_are_a_fault(evidence: Make) -> None:
+    told = report(expected_fds=3)
+    good = evidence(views=up(told=told, stored_fds=3))
+    assert results(ranks.check_descriptors, good) == ["ok"]
+    bad = evidence(views=up(told=told, stored_fds=1), supervisor="systemd")
+    finding = only(ranks.check_descriptors, bad)
+    assert finding.result == "fail"
+    assert "systemd keeps 1 of 3" in finding.detail
+
+
+def test_descriptors_of_a_rank_that_is_gone_are_leftovers(evidence: Make) -> None:
+    views = {2: RankView(rank=2, unit=unit(2, state="inactive", main_pid=0, stored_fds=4))}
+    finding = only(ranks.check_descriptors, evidence(views=views))
+    assert finding.result == "warn"
+    assert "4 descriptors of rank 2" in finding.detail
+
+
+def test_a_rank_that_is_in_no_configuration_is_a_leftover(evidence: Make) -> None:
+    found = evidence(config=publish_config(), views=up(rank=1))
+    assert only(ranks.check_leftovers, found).mend == "wcache down 1"
+    assert results(ranks.check_leftovers, evidence(config=publish_config(), views=up())) == ["ok"]
+
+
+def test_a_socket_that_nobody_listens_on_is_a_leftover(evidence: Make, places: Places) -> None:
+    with listening(places):
+        assert results(ranks.check_leftovers, evidence()) == ["ok"]
+    finding = only(ranks.check_leftovers, evidence())
+    assert (finding.result, finding.mend) == ("warn", f"rm -r {places.rank().folder}")
+
+
+def write_ready(places: Places, pid: int) -> None:
+    ready = Ready(pid=pid, invocation_id="", generation=1, fingerprint_digest="x", bytes=1,
+                  tensors=1, how="loaded", since=NOW)  # fmt: skip
+    places.rank().folder.mkdir(parents=True)
+    places.rank().ready_file.write_bytes(msgspec.json.encode(ready))
+
+
+def test_a_ready_file_without_a_daemon_is_a_fault(evidence: Make, places: Places) -> None:
+    write_ready(places, 4711)
+    finding = only(ranks.check_leftovers, evidence())
+    assert (finding.result, finding.mend) == ("fail", f"rm {places.rank().ready_file}")
+
+
+def test_a_ready_file_of_another_daemon_is_a_fault(evidence: Make, places: Places) -> None:
+    write_ready(places, 4711)
+    told = report(generations=(serving(Fingerprint()),))
+    assert results(ranks.check_leftovers, evidence(views=up(told=told))) == ["ok"]
+    other = evidence(views=up(told=msgspec.structs.replace(told, pid=4712)))
+    assert only(ranks.check_leftovers, other).result == "fail"
+    places.rank().ready_file.write_text("{")
+    assert "can not be read" in only(ranks.check_leftovers, other).detail
+
+
+# --- configuration and checkpoint ----------------------------------------------------------------
+
+
+def test_every_problem_of_a_configuration_is_a_fault(evidence: Make, places: Places) -> None:
+    found = evidence(problems=("a: bad", "b: bad"))
+    assert results(model.check_configuration, found) == ["fail", "fail"]
+    assert results(model.check_configuration, evidence()) == ["warn"]
+    assert results(model.check_configuration, evidence(config=publish_config())) == ["ok"]
+
+
+def test_a_checkpoint_that_changed_is_a_fault(evidence: Make, tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    config = checkpoint_config(folder)
+    held = Fingerprint(content=config.model.content)
+    views = up(told=report(generations=(serving(held),)))
+    assert results(model.check_checkpoint, evidence(config=config, views=views)) == ["ok"]
+    write_checkpoint(folder, llama_tensors(seed=1))
+    found = list(model.check_checkpoint(evidence(config=config, views=views)))
+    assert [finding.result for finding in found] == ["fail", "fail"]
+    assert "rank 0 serves the old" in found[1].detail
+
+
+def test_a_checkpoint_that_is_gone_matters_less_while_weights_are_served(
+    evidence: Make, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path / "model")
+    config = checkpoint_config(folder)
+    folder.rename(tmp_path / "moved")
+    finding = only(model.check_checkpoint, evidence(config=config))
+    assert finding.result == "fail"
+    from wcache.fingerprint import wanted_by
+
+    views = up(told=report(generations=(serving(wanted_by(config, 0)),)))
+    assert only(model.check_checkpoint, evidence(config=config, views=views)).result == "warn"
+
+
+def test_files_and_daemons_from_the_future_are_noticed(evidence: Make, tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    config = checkpoint_config(folder)
+    assert results(model.check_clock, evidence(config=config, now=time.time())) == ["ok"]
+    os.utime(folder / "config.json", (NOW + 7200, NOW + 7200))
+    finding = only(model.check_clock, evidence(config=config))
+    assert "config.json" in finding.detail
+    started = evidence(views=up(told=report(since=NOW + 7200)))
+    assert results(model.check_clock, started) == ["warn"]
+
+
+def test_absent_transformers_matter_where_weights_are_sharded(
+    evidence: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert results(model.check_transformers, evidence()) == ["warn"]
+    config = checkpoint_config(write_llama(tmp_path / "model"))
+    config = msgspec.structs.replace(config, layout=LayoutSection(tp=3))
+    assert results(model.check_transformers, evidence(config=config)) == ["fail"]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_room_is_asked_for_only_while_weights_are_to_be_loaded(
+    evidence: Make, places: Places, tmp_path: Path
+) -> None:
+    config = checkpoint_config(write_llama(tmp_path / "model"))
+    assert results(memory.check_room, evidence(config=config)) == ["ok"]
+    small = machine(places, available_kib=1)
+    assert results(memory.check_room, evidence(config=config, machine=small)) == ["fail"]
+    from wcache.fingerprint import wanted_by
+
+    views = up(told=report(generations=(serving(wanted_by(config, 0)),)))
+    served = evidence(config=config, machine=small, views=views)
+    assert results(memory.check_room, served) == ["ok"]
+    assert results(memory.check_room, evidence(config=publish_config())) == []
+
+
+def test_a_share_is_of_the_final_dtype_and_of_one_rank(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint_config(folder)
+    whole = memory.rank_bytes(checkpoint, config)
+    assert whole == checkpoint.total_bytes
+    wide = msgspec.structs.replace(config.model, dtype="float32")
+    assert memory.rank_bytes(checkpoint, msgspec.structs.replace(config, model=wide)) == 2 * whole
+    spread = msgspec.structs.replace(config, layout=LayoutSection(tp=2, pp=2))
+    assert memory.rank_bytes(checkpoint, spread) == -(-whole // 4)
+
+
+def test_room_on_a_gpu_is_that_of_the_ranks_own(evidence: Make, tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    config = checkpoint_config(folder, device="cuda", devices=(GPU.uuid,))
+    assert results(memory.check_room, evidence(config=config, gpus=(GPU,))) == ["ok"]
+    full = replace(GPU, free_bytes=0)
+    finding = only(memory.check_room, evidence(config=config, gpus=(full,)))
+    assert finding.result == "fail"
+    assert "memory of GPU 0" in finding.detail
+
+
+def test_hugepages_that_are_asked_for_and_not_free_are_said(
+    evidence: Make, places: Places, tmp_path: Path
+) -> None:
+    folder = write_llama(tmp_path / "model")
+    assert results(memory.check_hugepages, evidence(config=checkpoint_config(folder))) == []
+    config = checkpoint_config(folder, hugepages=True)
+    finding = only(memory.check_hugepages, evidence(config=config))
+    assert finding.result == "warn"
+    assert "vm.nr_hugepages) + 1" in finding.mend
+    enough = evidence(config=config, machine=machine(places, free_pages=8))
+    assert results(memory.check_hugepages, enough) == ["ok"]
+
+
+def test_a_missing_dev_shm_is_said(evidence: Make, places: Places) -> None:
+    gone = replace(machine(places), shm=places.root / "nowhere")
+    assert results(memory.check_shm, evidence(machine=gone)) == ["warn"]
+    assert results(memory.check_shm, evidence()) == ["ok"]
+
+
+def test_a_small_dev_shm_matters_to_engines_of_several_ranks(
+    evidence: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "SHM_BYTES", 1 << 60)
+    assert results(memory.check_shm, evidence()) == ["ok"]
+    spread = evidence(config=publish_config(layout=LayoutSection(tp=2)))
+    assert results(memory.check_shm, spread) == ["warn"]
+
+
+def test_a_low_limit_of_locked_memory_matters_where_gpus_are_used(
+    evidence: Make, tmp_path: Path
+) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    config = checkpoint_config(write_llama(tmp_path / "model"), device="cuda", devices=("GPU-aa",))
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
+    try:
+        assert results(memory.check_memlock, evidence(config=config)) == ["warn"]
+        assert results(memory.check_memlock, evidence()) == ["ok"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path) -> Config:
+    return checkpoint_config(write_llama(tmp_path / "model"), device="cuda", devices=(GPU.uuid,))
+
+
+def test_gpus_that_are_wanted_and_absent_are_a_fault(evidence: Make, on_gpu: Config) -> None:
+    assert results(gpu_checks.check_driver, evidence()) == ["ok"]
+    assert results(gpu_checks.check_driver, evidence(config=on_gpu)) == ["fail"]
+    sick = evidence(driver_fault="NVML failed: unknown error")
+    assert only(gpu_checks.check_driver, sick).mend == "nvidia-smi"
+    other = replace(GPU, uuid="GPU-bb")
+    found = evidence(config=on_gpu, gpus=(other,), driver="580.65")
+    assert results(gpu_checks.check_driver, found) == ["fail", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("persistence", "unused", "used"),
+    [(True, "ok", "ok"), (False, "warn", "fail"), (None, "warn", "warn")],
+)
+def test_persistence_mode_matters_most_on_gpus_that_hold_weights(
+    persistence: bool | None, unused: str, used: str, evidence: Make, on_gpu: Config
+) -> None:
+    gpus = (replace(GPU, persistence=persistence),)
+    assert results(gpu_checks.check_persistence, evidence(gpus=gpus)) == [unused]
+    assert results(gpu_checks.check_persistence, evidence(gpus=gpus, config=on_gpu)) == [used]
+    assert results(gpu_checks.check_persistence, evidence()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        ({"mig": True}, "fail"),
+        ({"compute_mode": "exclusive"}, "warn"),
+        ({"compute_mode": "prohibited"}, "fail"),
+    ],
+)
+def test_modes_that_keep_a_loader_out_are_said(
+    change: dict[str, Any], used: str, evidence: Make, on_gpu: Config
+) -> None:
+    assert results(gpu_checks.check_modes, evidence(gpus=(GPU,))) == ["ok"]
+    gpus = (replace(GPU, **change),)
+    assert results(gpu_checks.check_modes, evidence(gpus=gpus)) == ["warn"]
+    assert results(gpu_checks.check_modes, evidence(gpus=gpus, config=on_gpu)) == [used]
+
+
+def test_an_mps_server_is_said(evidence: Make) -> None:
+    found = evidence(gpus=(GPU,))
+    found.machine.mps_pipes.mkdir()
+    (found.machine.mps_pipes / "control").touch()
+    assert results(gpu_checks.check_modes, found) == ["warn"]
+
+
+def test_a_gpu_that_two_instances_name_is_said(evidence: Make, on_gpu: Config) -> None:
+    found = evidence(config=on_gpu, others={"draft": on_gpu})
+    finding = only(gpu_checks.check_claims, found)
+    assert finding.mend == "wcache status --instance draft"
+    assert results(gpu_checks.check_claims, evidence(config=on_gpu)) == []
+
+
+def test_bindings_are_asked_for_only_where_there_are_gpus(evidence: Make, on_gpu: Config) -> None:
+    from wcache.devices import gpus
+
+    assert results(gpu_checks.check_bindings, evidence()) == []
+    if not gpus():
+        # cuda-bindings or the driver is not here, and the configuration needs both.
+        assert results(gpu_checks.check_bindings, evidence(config=on_gpu)) == ["fail"]
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+def test_every_finding_that_is_not_ok_says_what_mends_it(
+    evidence: Make, on_gpu: Config, places: Places
+) -> None:
+    write_ready(places, 1)
+    bad = evidence(
+        config=on_gpu, gpus=(replace(GPU, persistence=False, mig=True),), silence="no",
+        manager=manager(places), machine=machine(places, available_kib=1),
+    )  # fmt: skip
+    planned = plan(bad.manager.target, python="/bin/sh", systemd_version=252)
+    found = diagnose(bad, planned)
+    assert found.exit_code == 1
+    for finding in found.findings:
+        assert (finding.result == "ok") == (finding.mend == ""), finding
+        assert "\n" not in finding.detail
+
+
+def test_every_check_of_the_package_is_in_the_list() -> None:
+    modules = (service, gpu_checks, memory, model, ranks)
+    defined = {name for module in modules for name in vars(module) if name.startswith("check_")} - {
+        "check_systemd",
+        "check_units",
+    }
+    assert {getattr(check, "__name__", "") for check in CHECKS} == defined

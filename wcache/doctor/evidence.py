@@ -1,0 +1,176 @@
+"""What the checks of ``doctor`` look at, gathered once."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from wcache import devices
+from wcache.checkpoint import Checkpoint, Identity, identify, open_checkpoint
+from wcache.config import Config
+from wcache.devices import Gpu
+from wcache.errors import CheckpointError, ConfigError, WcacheError
+from wcache.install import Target
+from wcache.paths import InstancePaths
+from wcache.ranks import RankView, known_ranks, read_config, view
+from wcache.supervise.interface import Supervisor
+from wcache.supervise.record import RECORD_NAME, load_ranks
+from wcache.supervise.systemd import SystemdSupervisor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where the kernel and the tools of a machine tell of themselves."""
+
+    meminfo: Path = Path("/proc")
+    hugepages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    shm: Path = Path("/dev/shm")
+    linger: Path = Path("/var/lib/systemd/linger")
+    mps_pipes: Path = field(
+        default_factory=lambda: Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manager:
+    """The service manager that would keep this user's ranks."""
+
+    version: int
+    """Of systemd; 0 where none runs."""
+    target: Target
+    overrides: tuple[Path, ...] = ()
+    """Folders whose units go before those of ``target``, and that are the operator's."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.version > 0
+
+    @property
+    def systemctl(self) -> str:
+        return "systemctl --user" if self.target.is_user else "systemctl"
+
+    @property
+    def install(self) -> str:
+        return "wcache install --user" if self.target.is_user else "wcache install"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One instance on one machine, at one moment."""
+
+    instance: InstancePaths
+    manager: Manager
+    config: Config | None = None
+    """None where there is none, or none that can be read: then ``problems`` says why."""
+    problems: tuple[str, ...] = ()
+    others: Mapping[str, Config] = field(default_factory=dict)
+    """Configurations of the other instances, by name; empty for the default one."""
+    supervisor: Literal["direct", "systemd"] = "direct"
+    views: Mapping[int, RankView] = field(default_factory=dict)
+    silence: str = ""
+    """Why ranks or supervisor could not be asked; empty when they could."""
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    """The NVIDIA driver's version; empty without one."""
+    driver_fault: str = ""
+    """Why a driver that is there could not be asked."""
+    machine: Machine = field(default_factory=Machine)
+    now: float = 0.0
+
+    @property
+    def wants_gpus(self) -> bool:
+        return self.config is not None and self.config.memory.device == "cuda"
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | CheckpointError | None:
+        """None where no configuration names one."""
+        if self.config is None or self.config.model.loader == "publish":
+            return None
+        try:
+            return open_checkpoint(Path(self.config.model.path))
+        except CheckpointError as error:
+            return error
+
+    @cached_property
+    def identity(self) -> Identity | CheckpointError | None:
+        if not isinstance(self.checkpoint, Checkpoint):
+            return self.checkpoint
+        try:
+            return identify(self.checkpoint)
+        except CheckpointError as error:
+            return error
+
+    def waiting(self) -> list[int]:
+        """Ranks of the configuration that still have to load their weights."""
+        if self.config is None:
+            return []
+        found = (self.views.get(rank) for rank in self.config.ranks.local_ranks())
+        local = zip(self.config.ranks.local_ranks(), found, strict=True)
+        return [rank for rank, one in local if one is None or not one.serves(self.config)]
+
+
+def gather(
+    instance: InstancePaths, supervisor: Supervisor, manager: Manager, now: float
+) -> Evidence:
+    """Asks everybody. What can not be asked is left out, and said in ``silence``."""
+    problems: tuple[str, ...] = ()
+    config = None
+    try:
+        config = read_config(instance)
+    except ConfigError as error:
+        problems = error.problems or (error.message,)
+    silence = ""
+    ranks = {*known_ranks(instance), *load_ranks(instance.supervisor_folder / RECORD_NAME)}
+    try:
+        if isinstance(supervisor, SystemdSupervisor):
+            # Also those of which there is nothing left but stored descriptors.
+            ranks.update(supervisor.known_ranks())
+        views = view(instance, sorted(ranks), supervisor)
+    except WcacheError as error:
+        silence = error.message
+        views = _daemons_alone(instance, sorted(ranks))
+    gpus: tuple[Gpu, ...] = ()
+    driver = driver_fault = ""
+    try:
+        driver, gpus = devices.driver_version(), devices.gpus()
+    except WcacheError as error:
+        driver_fault = error.message
+    return Evidence(
+        instance=instance,
+        manager=manager,
+        config=config,
+        problems=problems,
+        others=_others(instance),
+        supervisor=supervisor.kind,
+        views=views,
+        silence=silence,
+        gpus=gpus,
+        driver=driver,
+        driver_fault=driver_fault,
+        now=now,
+    )
+
+
+def _daemons_alone(instance: InstancePaths, ranks: list[int]) -> dict[int, RankView]:
+    try:
+        return view(instance, ranks, None)
+    except WcacheError:  # of the same kind as the first, which is told
+        return {}
+
+
+def _others(instance: InstancePaths) -> dict[str, Config]:
+    """Configurations that can not be read are their own instance's affair."""
+    found = {}
+    for path in sorted(instance.config.glob("*.toml")):
+        name = "" if path.stem == "wcache" else path.stem
+        if name == instance.instance:
+            continue
+        try:
+            config = read_config(InstancePaths(name, instance.run, instance.config, instance.state))
+        except ConfigError:
+            continue
+        if config is not None:
+            found[name] = config
+    return found

@@ -1,0 +1,177 @@
+"""Checks of what runs and of what is left over from what ran."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+import wcache
+from wcache.control import connect_socket
+from wcache.daemon.ready import Ready
+from wcache.doctor.evidence import Evidence
+from wcache.doctor.finding import Finding, fail, ok, warn
+from wcache.errors import WcacheError
+from wcache.output import counted
+from wcache.paths import RankId, RankPaths
+from wcache.ranks import RankView, found_on_disk
+from wcache.units import size
+
+_CONNECT_TIMEOUT_S = 2.0
+_MAX_READY_BYTES = 1 << 16
+
+
+def check_ranks(evidence: Evidence) -> Iterator[Finding]:
+    """Daemons that do not answer, or are of another version than this command."""
+    if evidence.silence:
+        yield fail("ranks", f"can not be asked: {evidence.silence}", "sudo wcache doctor")
+    found = list(_silent(evidence))
+    yield from found
+    up = sum(one.report is not None for one in evidence.views.values())
+    if not found and not evidence.silence:
+        yield ok("ranks", f"{up} of {len(evidence.views)} run and answer")
+
+
+def check_descriptors(evidence: Evidence) -> Iterator[Finding]:
+    """Whether the supervisor keeps what the next daemon is to adopt."""
+    found = []
+    kept = 0
+    for rank, one in evidence.views.items():
+        name = _name(evidence, rank)
+        kept += one.unit.stored_fds if one.unit else 0
+        if one.missing_fds and one.report and one.unit:
+            found.append(
+                fail(
+                    "descriptors",
+                    f"{_keeper(evidence)} keeps {one.unit.stored_fds} of"
+                    f" {one.report.expected_fds} of rank {name}: a restart would lose its weights",
+                    _mend_missing(evidence, name),
+                )
+            )
+        elif one.unit and one.unit.stored_fds and not one.is_up:
+            found.append(
+                warn(
+                    "descriptors",
+                    f"{_keeper(evidence)} keeps {counted(one.unit.stored_fds, 'descriptor')} of"
+                    f" rank {name}, which does not run: memory is held for nobody",
+                    f"wcache down {name} frees it, wcache up takes it up again",
+                )
+            )
+    yield from found or [ok("descriptors", f"{kept} kept by {_keeper(evidence)}")]
+
+
+def check_leftovers(evidence: Evidence) -> Iterator[Finding]:
+    """Ranks that no configuration asks for, and files that nobody stands behind."""
+    found = [*_unwanted(evidence), *_stale(evidence)]
+    yield from found or [ok("leftovers", "none")]
+
+
+def _silent(evidence: Evidence) -> Iterator[Finding]:
+    for rank, one in evidence.views.items():
+        name = _name(evidence, rank)
+        if one.silence:
+            yield fail("ranks", f"rank {name}: {one.silence}", f"wcache restart {name}")
+        elif one.report and one.report.problems:
+            yield fail(
+                "ranks", f"rank {name}: {'; '.join(one.report.problems)}", f"wcache logs {name}"
+            )
+        elif one.unit and one.unit.state == "failed":
+            why = one.unit.status or one.unit.result or "the daemon failed"
+            yield fail("ranks", f"rank {name} has failed: {why}", f"wcache logs {name}")
+        elif one.report and one.report.version != wcache.__version__:
+            yield warn(
+                "ranks",
+                f"rank {name} runs wcache {one.report.version}, installed is {wcache.__version__}",
+                f"wcache restart {name}",
+            )
+
+
+def _unwanted(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.config is None:
+        # Weights are served without one; it is the reboot that would not bring them back.
+        return
+    local = evidence.config.ranks.local_ranks()
+    for rank, one in evidence.views.items():
+        if rank not in local and one.is_up:
+            name = _name(evidence, rank)
+            yield warn(
+                "leftovers",
+                f"rank {name} is not in the configuration and holds {size(one.held_bytes)}",
+                f"wcache down {name}",
+            )
+
+
+def _stale(evidence: Evidence) -> Iterator[Finding]:
+    for rank in sorted(_folders(evidence)):
+        paths = evidence.instance.rank(rank)
+        one = evidence.views.get(rank)
+        if one is not None and one.is_up:
+            yield from _wrong_ready(paths, one)
+        elif one is None or one.report is None:
+            yield from _files_of_nobody(paths)
+
+
+def _folders(evidence: Evidence) -> set[int]:
+    """Ranks of the instance with any file in the run folder."""
+    found = found_on_disk(evidence.instance)
+    for file in evidence.instance.run.glob("*/rank.ready"):
+        try:
+            rank_id = RankId.parse(file.parent.name)
+        except WcacheError:
+            continue
+        if rank_id.instance == evidence.instance.instance:
+            found.add(rank_id.rank)
+    return found
+
+
+def _files_of_nobody(paths: RankPaths) -> Iterator[Finding]:
+    if paths.ready_file.exists():
+        yield fail(
+            "leftovers",
+            f"{paths.ready_file} says ready, and no daemon runs",
+            f"rm {paths.ready_file}",
+        )
+    if paths.socket.exists() and not _answers(paths):
+        yield warn("leftovers", f"nobody listens on {paths.socket}", f"rm -r {paths.folder}")
+
+
+def _answers(paths: RankPaths) -> bool:
+    try:
+        connection = connect_socket(paths.socket, "the rank", _CONNECT_TIMEOUT_S)
+    except (OSError, WcacheError):
+        return False
+    connection.close()
+    return True
+
+
+def _wrong_ready(paths: RankPaths, one: RankView) -> Iterator[Finding]:
+    """A ready file of a daemon before this one, or of one without weights."""
+    if one.report is None:
+        return  # it is being restarted, and removes or writes the file in a moment
+    try:
+        with paths.ready_file.open("rb") as file:
+            ready = msgspec.json.decode(file.read(_MAX_READY_BYTES), type=Ready)
+    except FileNotFoundError:
+        return
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        yield fail("leftovers", f"{paths.ready_file} can not be read: {error}",
+                   f"wcache restart {paths.id}")  # fmt: skip
+        return
+    if ready.pid != one.report.pid or one.serving is None:
+        yield fail(
+            "leftovers",
+            f"{paths.ready_file} was written by pid {ready.pid}, the daemon is {one.report.pid}",
+            f"wcache restart {paths.id}",
+        )
+
+
+def _mend_missing(evidence: Evidence, name: str) -> str:
+    if evidence.supervisor == "direct":
+        return f"wcache restart {name}"  # which has them handed over anew before anything ends
+    return "FileDescriptorStoreMax= of the unit is too small: see wcache logs " + name
+
+
+def _keeper(evidence: Evidence) -> str:
+    return "systemd" if evidence.supervisor == "systemd" else "the supervisor"
+
+
+def _name(evidence: Evidence, rank: int) -> str:
+    return str(RankId(evidence.instance.instance, rank))
