@@ -14,7 +14,7 @@ OPEN = b"[Service]\nProtectHome=read-only\n"
 
 
 def test_what_private_folders_hide_is_named() -> None:
-    (problem,) = problems([Path("/tmp/venv/bin/python")], OPEN + b"PrivateTmp=yes\n")
+    (problem,) = problems([Path("/tmp/env/bin/python")], OPEN + b"PrivateTmp=yes\n")
     assert "sees nothing of /tmp" in problem
     (problem,) = problems([Path("/home/ann/python")], b"ProtectHome=yes\n")
     assert "sees nothing of /home" in problem
