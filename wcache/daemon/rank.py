@@ -10,10 +10,11 @@ import time
 import wcache
 from wcache.config import AccessSection, Config
 from wcache.daemon import answers, ready
-from wcache.daemon.configuration import STORED_NAME, Configuration
+from wcache.daemon.configuration import Configuration
 from wcache.daemon.generation import Generation, accept, adopt
 from wcache.daemon.load import Load
 from wcache.daemon.notify import Notifier
+from wcache.daemon.safekeeping import Safekeeping
 from wcache.errors import ConfigError, ManifestError, ProtocolError
 from wcache.fingerprint import Difference, Fingerprint, compare, wanted_by
 from wcache.paths import RankPaths
@@ -44,8 +45,6 @@ log = logging.getLogger(__name__)
 DRAIN_GRACE_S = 30.0
 # The supervisor takes messages of 4,096 bytes.
 MAX_SENTENCE = 800
-STORE_DEADLINE_S = 5.0
-STORE_AGAIN_S = 10.0
 
 
 class Rank:
@@ -61,8 +60,7 @@ class Rank:
         self._load: Load | None = None
         self._since = time.time()
         self._drain_after = 0.0
-        self._store_problem = ""
-        self._store_again_at = 0.0
+        self._safekeeping = Safekeeping(notifier)
         self._unreadable: dict[int, str] = {}
         self._load_problem = ""
         self._said = ""
@@ -104,7 +102,7 @@ class Rank:
                 raise ConfigError(missing)
         for problem in self._configuration.problems:
             log.error("%s", problem)
-        self._store_config()
+        self._safekeeping.keep_config(self._configuration)
         self.say_status()
         if self._generations:
             self._announce()
@@ -203,7 +201,7 @@ class Rank:
         self._load = None
         self._generations[new.number] = new
         self._load_problem = ""
-        self._store(new)
+        self._safekeeping.keep(new)
         self._serving = new.number
         self._step(RankEvent.PUBLISHED)
         self._announce()
@@ -233,12 +231,8 @@ class Rank:
 
     def store_again(self) -> Stored:
         """Hands every descriptor to a supervisor that came back after it had died."""
-        count = 0
-        self._store_problem = ""
-        for held in self._generations.values():
-            count += self._store(held)
-        if self._configuration.stored_fd is not None:
-            count += self._notifier.store(STORED_NAME, self._configuration.stored_fd)
+        count = sum(self._safekeeping.keep(held) for held in self._generations.values())
+        count += self._safekeeping.keep_config_again(self._configuration)
         self._said = ""
         self.say_status()
         if self._generations:
@@ -275,28 +269,25 @@ class Rank:
         """Frees generations that are neither served nor leased by anybody."""
         if time.monotonic() < self._drain_after:
             return
-        if self._store_problem and self._notifier.keeps_descriptors:
+        if self._safekeeping.must_wait:
             return  # what is stored safely stays until what is served is, too
         leased = {lease.generation for lease in self._leases.values()}
         for number in [n for n in self._generations if n != self._serving and n not in leased]:
             held = self._generations.pop(number)
-            for name, _ in held.named_fds():
-                self._notifier.remove(name)
+            self._safekeeping.give_up(held)
             held.close()
             log.info("freed generation %d: %s", number, size(held.weight_bytes))
 
     def store_what_is_not(self) -> None:
-        """Tries again to have the served generation kept, when it was not confirmed."""
-        held = self._served()
-        due = time.monotonic() >= self._store_again_at
-        if held is not None and self._store_problem and due and self._notifier.keeps_descriptors:
-            self._store(held)
+        """Tries again to have kept what the supervisor did not confirm."""
+        for held in self._generations.values():
+            self._safekeeping.keep_again(held)
 
     def refresh_configuration(self) -> None:
         """Reads the configuration if it changed, and keeps a good one in the store."""
         before = self._configuration.problems
         if self._configuration.refresh():
-            self._store_config()
+            self._safekeeping.keep_config(self._configuration)
         if self._configuration.problems != before:
             for problem in self._configuration.problems:
                 log.error("%s", problem)
@@ -331,7 +322,7 @@ class Rank:
             *self._configuration.problems,
             *self._unreadable.values(),
             missing,
-            self._store_problem,
+            self._safekeeping.problem,
             reload,
         )
         return tuple(problem for problem in found if problem)
@@ -392,35 +383,6 @@ class Rank:
         # A publisher that died is no fault of the configuration: the next engine may publish.
         abandoned = self.awaits_engine and self.state is RankState.LOADING
         self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
-
-    def _store(self, held: Generation) -> int:
-        """Has the supervisor keep a generation; a failure is a problem, not an end."""
-        if not self._notifier.keeps_descriptors:
-            self._store_problem = "no supervisor keeps the descriptors: a restart loses the weights"
-            return 0
-        self._store_problem = ""
-        self._store_again_at = time.monotonic() + STORE_AGAIN_S
-        deadline = time.monotonic() + STORE_DEADLINE_S
-        stored = 0
-        for name, fd in held.named_fds():
-            # Engines are served by the same loop: a supervisor that does not listen is not waited
-            # for with every slab.
-            if time.monotonic() > deadline or not self._notifier.store(name, fd):
-                break
-            stored += 1
-        if stored < len(held.fds) or not self._notifier.barrier():
-            self._store_problem = (
-                f"the supervisor did not confirm the {len(held.fds)} descriptors of generation"
-                f" {held.number}: a restart may lose the weights"
-            )
-            log.error("%s", self._store_problem)
-        return stored
-
-    def _store_config(self) -> None:
-        if self.config is None:
-            return
-        self._notifier.remove(STORED_NAME)
-        self._notifier.store(STORED_NAME, self._configuration.make_stored())
 
     def _expected_fds(self) -> int:
         held = sum(len(generation.fds) for generation in self._generations.values())
