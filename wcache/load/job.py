@@ -183,8 +183,7 @@ def _fill(
         progress.begin("read", planned.weight_bytes)
         read_plan(checkpoint, planned, mapping, progress.advance)
         progress.begin("digest", planned.weight_bytes)
-        spans = [(target.offset, target.nbytes) for target in planned.stored]
-        return digested(mapping.tensor(), spans, progress.advance)
+        return digested(mapping.tensor(), planned.spans, progress.advance)
     finally:
         mapping.close()
 

@@ -17,6 +17,18 @@ class Slice:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Where the scales of a weight go that is quantized block by block while it is read."""
+
+    name: str
+    shape: tuple[int, int]
+    """One float32 for each block of 128x128, the last of a row or column may be cut."""
+    offset: int
+    """Byte offset in the rank's slabs laid back to back."""
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """One tensor of the rank, row-major."""
@@ -33,6 +45,8 @@ class Target:
     nbytes: int
     tied_to: str | None = None
     """The name of the target whose storage this one shares."""
+    scale: Scale | None = None
+    """Set where the weight is quantized to F8_E4M3 on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +63,18 @@ class Plan:
         return (target for target in self.targets if target.tied_to is None)
 
     @property
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(offset, nbytes) of every storage: the stored targets in their order, each followed by
+        its scale where it has one."""
+        for target in self.stored:
+            yield target.offset, target.nbytes
+            if target.scale is not None:
+                yield target.scale.offset, target.scale.nbytes
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that will be written: without ties and without the gaps between storages."""
-        return sum(target.nbytes for target in self.stored)
+        return sum(nbytes for _, nbytes in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
