@@ -60,6 +60,92 @@ def llama_tensors(
     }
 
 
+QWEN3_TP = (1, 2, 4)
+"""Sizes at which every shard of :func:`qwen3_tensors` consists of whole blocks of 128x128."""
+
+
+def qwen3_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a Qwen3 whose dimensions are multiples of 128, also when 4 ranks share it."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    return config | changes
+
+
+def qwen3_tensors(
+    *, layers: int = 2, dtype: torch.dtype = torch.bfloat16, seed: int = 0, intermediate: int = 512
+) -> dict[str, torch.Tensor]:
+    """Random weights for :func:`qwen3_config`, norms of ones."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (64, 256), "model.norm.weight": (256,),
+        "lm_head.weight": (64, 256),
+    }  # fmt: skip
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + f"{norm}_layernorm.weight": (256,) for norm in ("input", "post_attention")
+        }
+        shapes |= {prefix + f"self_attn.{part}_norm.weight": (128,) for part in "qk"}
+        shapes |= {prefix + f"self_attn.{part}_proj.weight": (512, 256) for part in "qkv"}
+        shapes |= {
+            prefix + f"mlp.{part}_proj.weight": (intermediate, 256) for part in ("gate", "up")
+        }
+        shapes[prefix + "self_attn.o_proj.weight"] = (256, 512)
+        shapes[prefix + "mlp.down_proj.weight"] = (256, intermediate)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(shape, dtype=dtype)
+        if "norm" in name
+        else (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+FP8_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def in_fp8(
+    tensors: Mapping[str, torch.Tensor], scale_dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """``tensors`` as an FP8 checkpoint of the model has them: random scales, projections alone.
+
+    Blocks at the ends may be cut, as those of DeepSeek-V3's kv_a_proj are.
+    """
+    found: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            found[name] = tensor
+            continue
+        rows, columns = (-(-size // 128) for size in tensor.shape)
+        scale = torch.rand(rows, columns, generator=generator) / 1000 + 1e-4
+        found[name] = (tensor.float() * 1000).to(torch.float8_e4m3fn)
+        found[name + "_scale_inv"] = scale.to(scale_dtype)
+    return found
+
+
+def write_qwen3(folder: Path, *, fp8: bool = False, **changes: Any) -> Path:
+    """:func:`qwen3_tensors` in one file, in bf16 or as an FP8 checkpoint has them."""
+    tensors = qwen3_tensors(intermediate=changes.get("intermediate_size", 512))
+    if fp8:
+        tensors, changes = in_fp8(tensors), {"quantization_config": FP8_CONFIG, **changes}
+    return write_checkpoint(folder, tensors, qwen3_config(**changes))
+
+
 def write_checkpoint(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],

@@ -56,6 +56,14 @@ class CheckpointError(WcacheError):
     exit_code = ExitCode.CONFIGURATION
 
 
+class UnsupportedQuantForIPCError(CheckpointError):
+    """Weights of a quantization method whose whole effect does not cross a map (wcache.gate)."""
+
+    def __init__(self, message: str, *, method: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.method = method
+
+
 class OutOfMemoryError(WcacheError):
     """Memory that is not there, found before anything was loaded."""
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from tests.checkpoints import info, raw_file, write_checkpoint, write_index, write_llama
 from wcache.checkpoint import open_checkpoint
-from wcache.errors import CheckpointError, ExitCode
+from wcache.errors import CheckpointError, ExitCode, UnsupportedQuantForIPCError
 
 pytestmark = pytest.mark.hostile
 
@@ -284,22 +284,29 @@ def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
     assert _one_line(path) == f"no checkpoint: {path}: not a directory"
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("pytorch_model.bin", "convert it to safetensors: load it with transformers"),
-        ("model.Q4_1.gguf", "convert it to safetensors: transformers can dequantize GGUF"),
-    ],
-)
-def test_other_formats_are_told_how_to_be_converted(name: str, hint: str, tmp_path: Path) -> None:
+def test_pickles_are_told_how_to_be_converted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / name).touch()
+    (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
     assert caught.value.message == (
-        f"{tmp_path} has neither model.safetensors nor {INDEX}, only '{name}'"
+        f"{tmp_path} has neither model.safetensors nor {INDEX}, only 'pytorch_model.bin'"
     )
-    assert caught.value.hint.startswith(hint)
+    assert caught.value.hint.startswith("convert it to safetensors: load it with transformers")
+
+
+def test_gguf_alone_is_refused_as_a_method(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.Q4_1.gguf").touch()
+    with pytest.raises(UnsupportedQuantForIPCError) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.method == "gguf"
+    assert caught.value.message == (
+        f"{tmp_path} has neither model.safetensors nor {INDEX}, only 'model.Q4_1.gguf': weights"
+        " quantized with GGUF can not be kept: its packed blocks are decoded by the kernels of one"
+        " engine"
+    )
+    assert caught.value.hint == "convert it to safetensors: transformers can dequantize GGUF"
 
 
 def test_adapter_is_not_a_model(tmp_path: Path) -> None:

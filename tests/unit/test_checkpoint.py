@@ -58,13 +58,17 @@ def test_the_config_is_typed_and_whole(tmp_path: Path) -> None:
     assert config.architecture == "LlamaForCausalLM"
     assert config.dtype == "float16"
     assert config.tie_word_embeddings is True
-    assert config.quantization_method is None
+    assert config.quantization_config is None
     assert config.raw["hidden_size"] == 48
 
 
-def test_the_quantization_method_is_named(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m", quantization_config={"quant_method": "fp8"})
-    assert open_checkpoint(path).config.quantization_method == "fp8"
+def test_settings_beside_config_json_are_read(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m")
+    assert open_checkpoint(path).quantization_files == {}
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert open_checkpoint(path).quantization_files == {
+        "hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}
+    }
 
 
 def test_tensors_that_the_index_does_not_name_are_passed_over(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What ``wcache.publish`` takes of a module, and how it comes out of the slabs."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,16 @@ from torch import nn
 from tests.loading import Daemon, manifest_of, tensors_of
 from tests.places import publish_config
 from wcache.config import Config, ModelSection
-from wcache.errors import MismatchError, OutOfMemoryError, UsageError, WcacheError
+from wcache.errors import (
+    MismatchError,
+    OutOfMemoryError,
+    UnsupportedQuantForIPCError,
+    UsageError,
+    WcacheError,
+)
 from wcache.fingerprint import Fingerprint, held_from
 from wcache.load import module as modules
-from wcache.load.harvest import harvest
+from wcache.load.harvest import harvest, quantization_of
 from wcache.load.module import publish_harvest
 from wcache.load.publish import check_memory
 from wcache.manifest import Tensor
@@ -262,3 +269,72 @@ def test_more_slabs_than_can_be_handed_over_are_refused() -> None:
     config = publish_config()
     with pytest.raises(UsageError, match="at most 4095 are handed over"):
         check_memory(config, open_memory("cpu"), 0, 5000 * (2 << 20))
+
+
+class EngineConfig:
+    """How vLLM and SGLang tell of a method."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        self._name = name
+        vars(self).update(known)
+
+    def get_name(self) -> str:
+        return self._name
+
+
+def _told(**attributes: Any) -> nn.Module:
+    """A module whose third layer, and nothing else, has ``attributes``."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    vars(module[2]).update(attributes)
+    return module
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+TOLD: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"quantization_config": None}, None),
+    ({"quantization_config": FP8}, "fp8"),
+    ({"config": SimpleNamespace(quantization_config=FP8)}, "fp8"),
+    ({"quant_method": SimpleNamespace(quant_config=None)}, None),
+    ({"quant_method": SimpleNamespace(
+        quant_config=EngineConfig("fp8", weight_block_size=[128, 128]))}, "fp8"),
+]  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ({"hf_quantizer": SimpleNamespace(
+        quantization_config=SimpleNamespace(to_dict=lambda: {"quant_method": "hqq"}))}, "hqq"),
+    ({"quant_config": EngineConfig("gptq_marlin")}, "gptq"),
+    ({"quant_method": SimpleNamespace(
+        quant_config=EngineConfig("fp8", weight_block_size=None))}, "fp8-tensor"),
+    ({"quant_method": SimpleNamespace(quant_config=object())}, "unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attributes", "method"), TOLD)
+def test_a_module_tells_its_method(attributes: dict[str, Any], method: str | None) -> None:
+    assert quantization_of(_told(**attributes)) == method
+
+
+@pytest.mark.parametrize(("attributes", "method"), REFUSED)
+def test_a_module_of_a_method_that_can_not_be_kept_is_not_published(
+    attributes: dict[str, Any], method: str
+) -> None:
+    """Before a daemon is even asked: there is none here."""
+    with pytest.raises(UnsupportedQuantForIPCError) as caught:
+        modules.publish(_told(**attributes))
+    assert caught.value.method == method
+    assert caught.value.message.startswith("2")
+
+
+def test_transformers_tells_its_method() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert quantization_of(model) is None
+    model.config.quantization_config = transformers.FineGrainedFP8Config()
+    assert quantization_of(model) == "fp8"
+    model.config.quantization_config = transformers.Mxfp4Config()
+    with pytest.raises(UnsupportedQuantForIPCError, match="quantized with MXFP4 can not be kept"):
+        quantization_of(model)

@@ -16,12 +16,15 @@ from wcache.checkpoint.document import (
     unreadable,
 )
 from wcache.checkpoint.header import CheckpointFile, TensorEntry, read_header
-from wcache.errors import CheckpointError
+from wcache.errors import CheckpointError, UnsupportedQuantForIPCError
+from wcache.gate.methods import BY_KEY
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where ModelOpt, AutoGPTQ and AutoAWQ say what config.json may not."""
 
 
 class _Declared(msgspec.Struct, frozen=True):
@@ -53,13 +56,6 @@ class CheckpointConfig:
     def architecture(self) -> str | None:
         return self.architectures[0] if self.architectures else None
 
-    @property
-    def quantization_method(self) -> str | None:
-        """``fp8``, ``gptq``, …; None when the weights are not quantized."""
-        if self.quantization_config is None:
-            return None
-        return str(self.quantization_config.get("quant_method", "unknown"))[:64]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -71,6 +67,8 @@ class Checkpoint:
     """Sorted by name."""
     tensors: dict[str, TensorEntry] = field(repr=False)
     """Sorted by file and place in it, which is the order to read them in."""
+    quantization_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    """Those of :data:`QUANTIZATION_FILES` that are there, by name."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -106,7 +104,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _no_safetensors(path, names)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors", hint=HINT_DOWNLOAD)
-    return Checkpoint(path=path, config=config, files=tuple(files), tensors=tensors)
+    return Checkpoint(
+        path=path,
+        config=config,
+        files=tuple(files),
+        tensors=tensors,
+        quantization_files={
+            name: parse_object(read_document(path / name), str(path / name))
+            for name in QUANTIZATION_FILES
+            if name in names
+        },
+    )
 
 
 def _read_config(path: Path) -> CheckpointConfig:
@@ -188,13 +196,20 @@ def _no_safetensors(path: Path, names: set[str]) -> CheckpointError:
     for suffixes, hint in (
         ((".bin", ".pt", ".pth"), "convert it to safetensors: load it with transformers and"
                                   " save_pretrained() it to another folder"),
-        ((".gguf",), "convert it to safetensors: transformers can dequantize GGUF"),
         ((SUFFIX,), f"wcache reads {SINGLE}, or the shards that {INDEX} names"),
     ):  # fmt: skip
         if found := sorted(name for name in names if name.endswith(suffixes)):
             return CheckpointError(
                 f"{path} has neither {SINGLE} nor {INDEX}, only {quote(found[0])}", hint=hint
             )
+    if found := sorted(name for name in names if name.endswith(".gguf")):
+        method = BY_KEY["gguf"]
+        return UnsupportedQuantForIPCError(
+            f"{path} has neither {SINGLE} nor {INDEX}, only {quote(found[0])}:"
+            f" weights quantized with {method.title} can not be kept: {method.reason}",
+            method=method.key,
+            hint=method.way_out,
+        )
     return CheckpointError(
         f"{path} has neither {SINGLE} nor {INDEX}", hint="download the checkpoint again"
     )

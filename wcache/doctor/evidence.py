@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from wcache import devices
+from wcache import devices, gate
 from wcache.checkpoint import Checkpoint, Identity, identify, open_checkpoint
 from wcache.config import Config
 from wcache.devices import Gpu
@@ -89,7 +89,9 @@ class Evidence:
         if self.config is None or self.config.model.loader == "publish":
             return None
         try:
-            return open_checkpoint(Path(self.config.model.path))
+            found = open_checkpoint(Path(self.config.model.path))
+            gate.check(found)
+            return found
         except CheckpointError as error:
             return error
 

@@ -1,10 +1,12 @@
 """Every tensor of a torch module, and the storages behind them, as a manifest describes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from wcache import gate
 from wcache.errors import WcacheError
 from wcache.load.plan import align
 from wcache.manifest import STORAGE_ALIGNMENT, Tensor, TensorKind
@@ -93,6 +95,53 @@ def harvest(module: torch.nn.Module) -> Harvest:
     if not tensors:
         raise WcacheError(f"{type(module).__name__} has no tensors to publish")
     return Harvest(tuple(tensors), tuple(sources), max(align(end), STORAGE_ALIGNMENT))
+
+
+def quantization_of(module: torch.nn.Module) -> str | None:
+    """The method that ``module`` or a part of it says its weights are quantized with.
+
+    transformers leaves its settings on models and their configurations, vLLM and SGLang on the
+    ``quant_method`` of layers. None where nothing is said, which proves nothing. Raises
+    :class:`wcache.errors.UnsupportedQuantForIPCError` for a method that can not be kept.
+    """
+    methods: set[str] = set()
+    seen: set[int] = set()
+    for name, part in module.named_modules():
+        where = name or type(module).__name__
+        for settings in _quantization_settings(part):
+            if id(settings) not in seen:
+                seen.add(id(settings))
+                methods.add(gate.check_settings(_as_table(settings), where))
+    return min(methods) if methods else None  # fp8 before none
+
+
+def _quantization_settings(part: torch.nn.Module) -> Iterator[object]:
+    holders = (
+        (part, "quantization_config"),
+        (getattr(part, "config", None), "quantization_config"),
+        (getattr(part, "hf_quantizer", None), "quantization_config"),
+        (part, "quant_config"),
+        (getattr(part, "quant_method", None), "quant_config"),
+    )
+    for holder, name in holders:
+        settings = getattr(holder, name, None)
+        if settings is not None:
+            yield settings
+
+
+def _as_table(settings: object) -> Mapping[str, Any]:
+    if isinstance(settings, Mapping):
+        return settings
+    if callable(to_dict := getattr(settings, "to_dict", None)):
+        return dict(to_dict())
+    name = type(settings).__name__
+    if callable(get_name := getattr(settings, "get_name", None)):
+        name = str(get_name())
+    table = {"quant_method": name}
+    for key in ("weight_block_size", "activation_scheme"):
+        if hasattr(settings, key):
+            table[key] = getattr(settings, key)
+    return table
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[Found]:

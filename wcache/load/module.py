@@ -12,7 +12,7 @@ from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint, held_from
-from wcache.load.harvest import Harvest, harvest
+from wcache.load.harvest import Harvest, harvest, quantization_of
 from wcache.load.job import PUBLISH_S, ask_load
 from wcache.load.publish import (
     check_memory,
@@ -56,11 +56,13 @@ def publish(
     the layout of the weights, become part of the fingerprint.
 
     Raises :class:`WcacheError` when the module has tensors that can not be mapped or the daemon
-    takes no weights from an engine, :class:`MismatchError` for another model,
+    takes no weights from an engine, :class:`wcache.errors.UnsupportedQuantForIPCError` when the
+    module tells of a quantization that can not be kept, :class:`MismatchError` for another model,
     :class:`wcache.errors.OutOfMemoryError` before anything is copied, and
     :class:`wcache.errors.TryAgainError` when somebody else publishes or the daemon goes away.
     """
     rank_id = RankId(instance, rank)
+    quantization = quantization_of(module)
     taken = harvest(module)
     kept = _checked_extras(extras or {})
     with Control.connect(RankPaths.of(rank_id), "loader") as control:
@@ -77,6 +79,7 @@ def publish(
                 known = {
                     "architecture": type(module).__name__,
                     "dtype": _main_dtype(taken),
+                    "quantization": quantization,
                     "engine": engine,
                     "engine_version": engine_version,
                 }
