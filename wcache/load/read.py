@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from itertools import groupby
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from wcache.checkpoint.document import HINT_DOWNLOAD, unreadable
 from wcache.checkpoint.identity import check_unchanged, open_unchanged
 from wcache.errors import CheckpointError
 from wcache.load.pieces import CHUNK_BYTES, Piece, pieces
-from wcache.load.plan import Plan, Target
+from wcache.load.plan import Plan, Scale, Target
+from wcache.load.quantize import quantize_into
 from wcache.manifest import DTYPE_BYTES
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.host import HostMapping
@@ -65,6 +67,9 @@ class _Reader:
         self._staging: torch.Tensor | None = None
 
     def read(self, fd: int, path: Path, target: Target) -> None:
+        if target.scale is not None:
+            self._quantize(fd, path, target, target.scale)
+            return
         converted = target.dtype != target.source.dtype
         place = target.offset
         for piece in pieces(target, self._chunk_bytes):
@@ -78,6 +83,31 @@ class _Reader:
             self._done += end - place
             place = end
             self._progress(self._done)
+
+    def _quantize(self, fd: int, path: Path, target: Target, scale: Scale) -> None:
+        """Reads this rank's slice to where it will be kept, whole, and quantizes it there."""
+        nbytes = prod(target.shape) * DTYPE_BYTES[target.source.dtype]
+        source = torch.empty(nbytes, dtype=torch.uint8, device=self._range.device)
+        place = 0
+        for piece in pieces(target, self._chunk_bytes):
+            staging = self._stage(piece.read_bytes)
+            _fill(fd, _view(staging), piece.start, path)
+            rows = staging.view(piece.rows, piece.row_bytes)
+            end = place + piece.kept_bytes
+            kept = source[place:end].view(piece.rows, piece.width)
+            kept.copy_(rows[:, piece.skip : piece.skip + piece.width])
+            place = end
+        quantize_into(
+            source.view(TORCH_DTYPES[target.source.dtype]).view(target.shape),
+            self._range[target.offset : target.offset + target.nbytes]
+            .view(TORCH_DTYPES[target.dtype])
+            .view(target.shape),
+            self._range[scale.offset : scale.offset + scale.nbytes]
+            .view(torch.float32)
+            .view(scale.shape),
+        )
+        self._done += target.nbytes + scale.nbytes
+        self._progress(self._done)
 
     def _stage(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] of the one staging buffer; pinned where a GPU is to copy from it."""
