@@ -19,6 +19,7 @@ MIN_SLAB_BYTES = 2 << 20
 Device = Literal["cpu", "cuda"]
 Loader = Literal["safetensors", "publish"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+Quantization = Literal["auto", "fp8"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
     """``publish`` waits for the first engine to publish what it has loaded."""
     dtype: DType = "auto"
     """Floating-point dtype of the weights; ``auto`` keeps the checkpoint's."""
+    quantization: Quantization = "auto"
+    """``fp8`` quantizes linear layers block by block while they are loaded; ``auto`` keeps what the
+    checkpoint has."""
 
 
 class LayoutSection(Section, frozen=True, kw_only=True):
@@ -188,6 +192,8 @@ def _value_problems(config: Config) -> Iterator[str]:
         yield "model.path: is empty"
     elif config.model.loader != "publish" and not Path(config.model.path).is_absolute():
         yield f"model.path: is not an absolute path: {config.model.path}"
+    if config.model.loader == "publish" and config.model.quantization != "auto":
+        yield 'model.quantization: does not go with loader = "publish": the engine decides on it'
     memory = config.memory
     if memory.slab_bytes < MIN_SLAB_BYTES or memory.slab_bytes % MIN_SLAB_BYTES:
         yield f"memory.slab_bytes: is {memory.slab_bytes}, must be a multiple of {MIN_SLAB_BYTES}"

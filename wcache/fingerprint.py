@@ -5,7 +5,7 @@ import hashlib
 import msgspec
 
 import wcache
-from wcache.config import Config
+from wcache.config import Config, ModelSection
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,7 +25,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     loader_version: str | None = None
     dtype: str | None = None
     quantization: str | None = None
+    """``none`` or a method of :mod:`wcache.gate`."""
     quantization_config: str | None = None
+    """:func:`digest_of` what config.json says of the method, or would say of what was made."""
     tp_size: int | None = None
     tp_rank: int | None = None
     pp_size: int | None = None
@@ -46,8 +48,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def digest(self) -> str:
         """``sha256:`` and 64 hexadecimal digits over the canonical JSON of all fields."""
-        data = msgspec.json.encode(self, order="deterministic")
-        return "sha256:" + hashlib.sha256(data).hexdigest()
+        return digest_of(self)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -95,7 +96,8 @@ def wanted_by(config: Config, rank: int) -> Fingerprint:
     return Fingerprint(
         content=config.model.content,
         loader=config.model.loader,
-        dtype=config.model.dtype,
+        dtype=_dtype(config.model),
+        quantization="fp8" if config.model.quantization == "fp8" else None,
         tp_size=layout.tp,
         tp_rank=place.tp_rank,
         pp_size=layout.pp,
@@ -105,6 +107,25 @@ def wanted_by(config: Config, rank: int) -> Fingerprint:
         device=config.memory.device,
         device_uuid=devices[place.local_rank] if devices else None,
     )
+
+
+def _dtype(model: ModelSection) -> str:
+    """What the configuration makes of the checkpoint's dtypes.
+
+    Quantizing is a part of it, since ``quantization`` alone can not ask for weights that were *not*
+    quantized on their way: what a checkpoint has is not in the configuration.
+    """
+    if model.quantization == "auto":
+        return model.dtype
+    if model.dtype == "auto":
+        return model.quantization
+    return f"{model.quantization}+{model.dtype}"
+
+
+def digest_of(settings: object) -> str:
+    """``sha256:`` and 64 hexadecimal digits over the canonical JSON of ``settings``."""
+    data = msgspec.json.encode(settings, order="deterministic")
+    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def held_from(config: Config, rank: int, **known: str | None) -> Fingerprint:

@@ -46,6 +46,19 @@ def an_empty_folder(places: Places) -> None:
     (places.root / "model").mkdir()
 
 
+def an_mxfp4_group(places: Places) -> None:
+    """A Llama in bf16 with one group of experts as gpt-oss has them."""
+    import torch
+
+    from tests.checkpoints import llama_config, llama_tensors, write_checkpoint
+
+    tensors = llama_tensors()
+    for leaf, shape in (("blocks", (2, 8, 2, 16)), ("scales", (2, 8, 2))):
+        name = f"model.layers.1.mlp.experts.gate_up_proj_{leaf}"
+        tensors[name] = torch.zeros(shape, dtype=torch.uint8)
+    write_checkpoint(places.root / "model", tensors, llama_config())
+
+
 Setup = Callable[[Places], None]
 CASES: list[tuple[str, Setup, str]] = [
     ("help", nothing, "--help"),
@@ -60,6 +73,8 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_layout", nothing, "up --model x --tp 4 --ep 3 --nnodes 3"),
     ("usage_size", nothing, "up --model x --slab-bytes 1G"),
     ("usage_publish", nothing, "up --model x --loader publish --dtype float16"),
+    ("usage_quantization", nothing, "up --model x --quantization int8"),
+    ("usage_publish_fp8", nothing, "up --model x --loader publish --quantization fp8"),
     ("usage_rank", nothing, "status x"),
     ("usage_instance", nothing, "status --instance ../x"),
     ("usage_two_instances", nothing, "status a:0 b:0"),
@@ -75,6 +90,7 @@ CASES: list[tuple[str, Setup, str]] = [
     ("model_absent", nothing, "up --device cpu --model /nowhere/model"),
     ("model_file", a_file, "up --device cpu --model ./model"),
     ("model_empty", an_empty_folder, "up --device cpu --model ./model"),
+    ("model_mxfp4", an_mxfp4_group, "up --device cpu --model ./model"),
     ("model_not_cached", nothing, "up --device cpu --model org/name"),
     ("model_not_cached_revision", nothing, "up --device cpu --model org/name --revision v1"),
     ("no_gpu", nothing, "up --device cuda --model x --loader publish"),

@@ -100,6 +100,14 @@ def test_every_fault_of_every_section_is_listed_at_once() -> None:
             "memory.devices: names GPUs, but memory.device is cpu",
         ),
         (
+            "[model]\npath = '/a'\nquantization = 'int4'",
+            "model.quantization: invalid enum value 'int4'",
+        ),
+        (
+            "[model]\npath = 'a'\nloader = 'publish'\nquantization = 'fp8'",
+            'model.quantization: does not go with loader = "publish": the engine decides on it',
+        ),
+        (
             "[model]\npath = '/a'\n[access]\ngroup = 'no such group'",
             "access.group: there is no group 'no such group' on this machine",
         ),

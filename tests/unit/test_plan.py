@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoints import llama_config, llama_tensors, write_checkpoint, write_llama
+from tests.checkpoints import (
+    llama_config,
+    llama_tensors,
+    write_checkpoint,
+    write_llama,
+    write_qwen3,
+)
 from tests.loading import EMBEDDING, LLAMA
 from wcache.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from wcache.config import Config, LayoutSection, ModelSection
@@ -325,14 +331,10 @@ def test_experts_are_left_to_an_engine(llama: Checkpoint) -> None:
     assert caught.value.message == "ep 2: experts are placed by an engine's own loader"
 
 
-def test_quantized_weights_are_carried_whole_and_not_sharded(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m", quantization_config={"quant_method": "fp8"})
-    checkpoint = open_checkpoint(path)
-    assert len(plan(checkpoint, _config(path), 0).targets) == len(checkpoint.tensors) + 1
-    with pytest.raises(CheckpointError, match=r"tp 3: weights quantized with fp8 can not be"):
-        plan(checkpoint, _config(path, tp=3), 0)
+def test_quantized_weights_can_not_be_converted(tmp_path: Path) -> None:
+    path = write_qwen3(tmp_path / "m", fp8=True)
     with pytest.raises(CheckpointError, match=r"quantized with fp8 can not be converted to float1"):
-        plan(checkpoint, _config(path, dtype="float16"), 0)
+        plan(open_checkpoint(path), _config(path, dtype="float16"), 0)
 
 
 def _entry(dtype: str, *shape: int) -> TensorEntry:

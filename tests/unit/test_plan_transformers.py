@@ -147,7 +147,7 @@ except CheckpointError as error:
         (1, "21"),
         (
             3,
-            "transformers, which knows how a model is sharded, is not installed"
+            "transformers, which knows how models are built and sharded, is not installed"
             " | pip install 'wcache[transformers]'",
         ),
     ],

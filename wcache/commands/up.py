@@ -7,7 +7,7 @@ import typer
 from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption, parse_size
 from wcache.commands.overview import collect, tables
-from wcache.config import Device, DType, Loader
+from wcache.config import Device, DType, Loader, Quantization
 from wcache.errors import ExitCode, NotReadyError
 from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
@@ -45,6 +45,14 @@ def up(
     dtype: Annotated[
         DType | None,
         typer.Option("--dtype", help="Of floating-point weights; auto keeps the checkpoint's."),
+    ] = None,
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            "--quantization",
+            help="fp8: linear layers in blocks of 128x128, made on load; auto keeps the"
+            " checkpoint's.",
+        ),
     ] = None,
     revision: Annotated[
         str | None,
@@ -88,7 +96,8 @@ def up(
     from wcache.supervise import supervisor_for, units_missing
 
     args = Args(
-        model=model, revision=revision, dtype=dtype, loader=loader, device=device,
+        model=model, revision=revision, dtype=dtype, quantization=quantization, loader=loader,
+        device=device,
         slab_bytes=None if slab_bytes is None else parse_size(slab_bytes), hugepages=hugepages,
         tp=tp, pp=pp, dp=dp, ep=ep, nnodes=nnodes, node_rank=node_rank,
     )  # fmt: skip

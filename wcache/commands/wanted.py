@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from wcache import gate
 from wcache.checkpoint import Checkpoint, identify, open_checkpoint
 from wcache.config import (
     AccessSection,
@@ -16,6 +17,7 @@ from wcache.config import (
     Loader,
     MemorySection,
     ModelSection,
+    Quantization,
     check_config,
 )
 from wcache.devices import Gpu
@@ -32,6 +34,7 @@ class Args:
     model: str | None = None
     revision: str | None = None
     dtype: DType | None = None
+    quantization: Quantization | None = None
     loader: Loader | None = None
     device: Device | None = None
     slab_bytes: int | None = None
@@ -62,10 +65,10 @@ class Args:
                 f"{option(said[0])} needs --model",
                 hint="without --model, wcache up starts what the configuration says",
             )
-        if self.loader == "publish" and (self.revision or self.dtype):
-            name = "revision" if self.revision else "dtype"
+        decided = [name for name in ("revision", "dtype", "quantization") if name in said]
+        if self.loader == "publish" and decided:
             raise UsageError(
-                f"{option(name)} does not go with --loader publish",
+                f"{option(decided[0])} does not go with --loader publish",
                 hint="the engine that publishes decides on it",
             )
 
@@ -97,6 +100,7 @@ def from_model(args: Args, model: str, old: Config | None, visible: Sequence[Gpu
     else:
         resolved = resolve_model(model, args.revision)
         checkpoint = open_checkpoint(resolved.path)
+        gate.check(checkpoint)
         section = _model(args, resolved, checkpoint)
     before = old.memory if old else MemorySection()
     memory = MemorySection(
@@ -119,11 +123,13 @@ def from_model(args: Args, model: str, old: Config | None, visible: Sequence[Gpu
 def from_config(config: Config) -> Wanted:
     """What a configuration that is there already asks for.
 
-    Raises :class:`MismatchError` when the checkpoint is not the one it was written for.
+    Raises :class:`MismatchError` when the checkpoint is not the one it was written for, and what
+    :func:`wcache.gate.check` raises.
     """
     if config.model.loader == "publish":
         return Wanted(config=config, checkpoint=None)
     checkpoint = open_checkpoint(Path(config.model.path))
+    gate.check(checkpoint)
     content = config.model.content
     if content is not None and identify(checkpoint).digest != content:
         raise MismatchError(
@@ -140,6 +146,7 @@ def _model(args: Args, resolved: ResolvedModel, checkpoint: Checkpoint) -> Model
         revision=resolved.revision,
         content=identify(checkpoint).digest,
         dtype=args.dtype or "auto",
+        quantization=args.quantization or "auto",
     )
 
 

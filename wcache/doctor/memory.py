@@ -3,11 +3,14 @@
 import os
 import resource
 from collections.abc import Iterator
+from math import prod
 
 from wcache.checkpoint import Checkpoint
+from wcache.checkpoint.ties import HEAD
 from wcache.config import Config
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
+from wcache.fp8 import is_whole
 from wcache.load.placement import CONVERTIBLE, DTYPES
 from wcache.manifest import DTYPE_BYTES
 from wcache.memory.available import HUGEPAGE_BYTES, available_bytes, free_hugepage_bytes
@@ -26,12 +29,21 @@ def rank_bytes(checkpoint: Checkpoint, config: Config) -> int:
     The exact plan needs transformers, which imports torch, where weights are sharded.
     """
     wanted = DTYPES.get(config.model.dtype)
+    to_fp8 = config.model.quantization == "fp8"
     total = 0
-    for entry in checkpoint.tensors.values():
+    for name, entry in checkpoint.tensors.items():
+        if to_fp8 and entry.dtype in CONVERTIBLE and _is_linear(name, entry.shape):
+            total += prod(entry.shape)
+            continue
         converted = wanted is not None and entry.dtype in CONVERTIBLE
         kept = wanted if converted and wanted else entry.dtype
         total += entry.nbytes * DTYPE_BYTES[kept] // DTYPE_BYTES[entry.dtype]
     return -(-total // (config.layout.tp * config.layout.pp))
+
+
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether FP8 is likely to be made of it: transformers alone knows."""
+    return is_whole(shape) and name != HEAD and "embed" not in name
 
 
 def check_room(evidence: Evidence) -> Iterator[Finding]:

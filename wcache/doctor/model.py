@@ -73,14 +73,20 @@ def check_transformers(evidence: Evidence) -> Iterator[Finding]:
     try:
         yield ok("transformers", metadata.version("transformers"))
     except metadata.PackageNotFoundError:
-        spread = config is not None and (config.layout.tp > 1 or config.layout.pp > 1)
-        needed = spread and config is not None and config.model.loader == "safetensors"
+        asked = config is not None and (
+            config.layout.tp > 1 or config.layout.pp > 1 or config.model.quantization != "auto"
+        )
+        needed = asked and config is not None and config.model.loader == "safetensors"
         mend = "pip install 'wcache[transformers]'"
         if needed and evidence.waiting():
-            yield fail("transformers", "not installed: weights can not be sharded", mend)
+            yield fail(
+                "transformers", "not installed: weights can not be sharded or quantized", mend
+            )
         else:
             yield warn(
-                "transformers", "not installed: no sharding by tp or pp, no from_cache()", mend
+                "transformers",
+                "not installed: no sharding by tp or pp, no --quantization, no from_cache()",
+                mend,
             )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wcache.checkpoint import Checkpoint
 
 CONFIG = "config.json"
+_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,14 @@ def refusal(refused: Sequence[Found], source: str) -> UnsupportedQuantForIPCErro
     """One line for all of ``refused``: the first by name, how many like it, and the others."""
     first = refused[0]
     method = BY_KEY[first.key]
+    where = first.where if first.where.isprintable() else repr(first.where)
     title = f"{first.name!r}" if first.key == "unknown" and first.name else method.title
     begin = f"{source}: " if source else ""
     more = len(refused) - 1
     others = sorted({BY_KEY[one.key].title for one in refused} - {method.title})
     also = f" (and {more} more{': also ' if others else ''}{', '.join(others)})" if more else ""
     return UnsupportedQuantForIPCError(
-        f"{begin}{first.where}{also}: weights quantized with {title} can not be kept:"
+        f"{begin}{where[:_SHOWN_CHARACTERS]}{also}: weights quantized with {title} can not be kept:"
         f" {method.reason}",
         method=first.key,
         hint=method.way_out,

@@ -1,19 +1,17 @@
 """One load from its order to its publication: what ``python -m wcache.load RANK`` does."""
 
-import hashlib
 import logging
 import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from wcache import fp8, gate
 from wcache.checkpoint import Checkpoint, Identity, identify, open_checkpoint
 from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import CheckpointError, NoSuchRankError, ProtocolError, TryAgainError
-from wcache.fingerprint import Fingerprint, held_from
+from wcache.fingerprint import Fingerprint, digest_of, held_from
 from wcache.load.placement import plan
 from wcache.load.plan import Plan
 from wcache.load.publish import (
@@ -33,6 +31,8 @@ from wcache.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
     progress = ProgressReport(control)
     progress.begin("plan", 0)
     checkpoint = open_checkpoint(Path(config.model.path))
+    gate.check(checkpoint)  # before identify, which reads samples of the weights
     identity = identify(checkpoint)
     check_content(config, checkpoint, identity)
     planned = plan(checkpoint, config, rank)
@@ -111,6 +112,8 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
         order.generation, len(planned.targets), size(planned.weight_bytes),
         size(checkpoint.total_bytes), checkpoint.path,
     )  # fmt: skip
+    if config.model.quantization == "fp8":
+        _log_quantized(planned)
     progress.begin("allocate", sum(sizes))
     with made_slabs(memory, sizes, progress.advance) as slabs:
         storages = _fill(checkpoint, planned, memory, slabs, progress)
@@ -131,6 +134,19 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
     return generation
 
 
+def _log_quantized(planned: Plan) -> None:
+    made = sum(target.scale is not None for target in planned.targets)
+    read = sum(target.source.dtype == fp8.WEIGHT_DTYPE for target in planned.targets)
+    if made or read:
+        log.info("quantizing %d weights to FP8; %d are FP8 in the checkpoint", made, read)
+    else:
+        log.warning(
+            "--quantization fp8 changes nothing: no linear layer of this rank has dimensions that"
+            " are multiples of %d",
+            fp8.BLOCK,
+        )
+
+
 def check_content(config: Config, checkpoint: Checkpoint, identity: Identity) -> None:
     """Raises :class:`CheckpointError` when this is another checkpoint than ``up`` recorded."""
     recorded = config.model.content
@@ -149,18 +165,17 @@ def fingerprint(
 
     ``facts`` are those of :func:`wcache.load.publish.device_facts`.
     """
-    quantization = checkpoint.config.quantization_config
-    settings = None
-    if quantization is not None:
-        data = msgspec.json.encode(quantization, order="deterministic")
-        settings = "sha256:" + hashlib.sha256(data).hexdigest()
+    found = gate.check(checkpoint)
+    settings = found.settings
+    if found.method == "none" and config.model.quantization == "fp8":
+        found, settings = gate.Quantization("fp8"), fp8.ON_LOAD
     return held_from(
         config,
         rank,
         content=identity.digest,
         architecture=checkpoint.config.architecture,
-        quantization=checkpoint.config.quantization_method,
-        quantization_config=settings,
+        quantization=found.method,
+        quantization_config=digest_of(settings) if settings is not None else None,
         **facts,
     )
 
@@ -182,10 +197,39 @@ def _fill(
     try:
         progress.begin("read", planned.weight_bytes)
         read_plan(checkpoint, planned, mapping, progress.advance)
+        check_scales(planned, mapping.tensor())
         progress.begin("digest", planned.weight_bytes)
         return digested(mapping.tensor(), planned.spans, progress.advance)
     finally:
         mapping.close()
+
+
+def check_scales(planned: Plan, content: "torch.Tensor") -> None:
+    """Looks whether every weight that was quantized consisted of numbers.
+
+    ``content``, uint8[total_bytes], is the rank's memory after reading. A block with a value that
+    is not finite has a scale that is not finite. Raises :class:`CheckpointError` with the names.
+    """
+    import torch
+
+    made = [target for target in planned.stored if target.scale is not None]
+    if not made:
+        return
+    finite = [
+        content[scale.offset : scale.offset + scale.nbytes].view(torch.float32).isfinite().all()
+        for target in made
+        if (scale := target.scale) is not None
+    ]
+    # One answer of the device for all of them.
+    bad = [
+        one.name for one, good in zip(made, torch.stack(finite).tolist(), strict=True) if not good
+    ]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise CheckpointError(
+            f"weight {bad[0]!r}{more} has values that are not finite, and can not be quantized",
+            hint="the checkpoint is damaged, or load it without --quantization fp8",
+        )
 
 
 def _tensors(planned: Plan) -> tuple[Tensor, ...]:
@@ -194,18 +238,32 @@ def _tensors(planned: Plan) -> tuple[Tensor, ...]:
     All are called parameters: a checkpoint does not tell them from buffers, the module that they
     are bound to does.
     """
-    storage = {target.name: index for index, target in enumerate(planned.stored)}
-    return tuple(
-        Tensor(
-            name=target.name,
-            storage=storage[target.tied_to or target.name],
-            dtype=target.dtype,
-            shape=target.shape,
-            stride=row_major(target.shape),
-            tied_to=target.tied_to,
-        )
-        for target in planned.targets
-    )
+    tensors: list[Tensor] = []
+    storages: dict[str, int] = {}
+    count = 0
+    for target in planned.targets:
+        if target.tied_to is None:
+            storages[target.name] = count
+            count += 1
+        index = storages[target.tied_to or target.name]
+        stride = row_major(target.shape)
+        tensors.append(
+            Tensor(
+                name=target.name, storage=index, dtype=target.dtype, shape=target.shape,
+                stride=stride, tied_to=target.tied_to,
+            )
+        )  # fmt: skip
+        if (scale := target.scale) is not None:
+            # As Plan.spans has them: behind its weight.
+            stride = row_major(scale.shape)
+            tensors.append(
+                Tensor(
+                    name=scale.name, storage=count, dtype=fp8.SCALE_DTYPE, shape=scale.shape,
+                    stride=stride,
+                )
+            )  # fmt: skip
+            count += 1
+    return tuple(tensors)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from wcache.checkpoint import Checkpoint
@@ -36,44 +37,10 @@ class ParallelPlan:
 
 
 def read_parallel_plan(checkpoint: Checkpoint) -> ParallelPlan:
-    """The plans for the checkpoint's architecture.
-
-    Raises :class:`CheckpointError` when transformers is not installed or does not know the model.
-    Code that a checkpoint brings along is never run.
-    """
-    architecture = checkpoint.config.architecture
-    if architecture is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: config.json names no architecture, so it can not be sharded",
-            hint=HINT_PUBLISH,
-        )
-    try:
-        import transformers
-        from huggingface_hub.errors import StrictDataclassError
-    except ImportError:
-        raise CheckpointError(
-            "transformers, which knows how a model is sharded, is not installed",
-            hint="pip install 'wcache[transformers]'",
-        ) from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(checkpoint.path), trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(
-            f"transformers {transformers.__version__} can not read the config of {architecture}:"
-            f" {reason[:200]}",
-            hint=HINT_PUBLISH,
-        ) from None
-    model = getattr(transformers, architecture, None)
-    if not isinstance(model, type):
-        raise CheckpointError(
-            f"transformers {transformers.__version__} does not know {architecture}",
-            hint=HINT_PUBLISH,
-        )
+    """The plans for the checkpoint's architecture; raises what :func:`known_model` raises."""
+    config, model = known_model(checkpoint.path, checkpoint.config.architecture, HINT_PUBLISH)
     return ParallelPlan(
-        architecture=architecture,
+        architecture=model.__name__,
         prefix=str(getattr(model, "base_model_prefix", "") or ""),
         base=_styles(config, "base_model_tp_plan"),
         head=_styles(model, "_tp_plan"),
@@ -82,6 +49,44 @@ def read_parallel_plan(checkpoint: Checkpoint) -> ParallelPlan:
         attention_heads=_counts(config, "num_attention_heads"),
         kv_heads=_counts(config, "num_key_value_heads") or _counts(config, "num_attention_heads"),
     )
+
+
+def known_model(path: Path, architecture: str | None, hint: str) -> tuple[Any, Any]:
+    """The configuration in ``path`` and the class of its model, both as transformers has them.
+
+    Raises :class:`CheckpointError`, with ``hint``, when transformers is not installed or does not
+    know the model. Code that a checkpoint brings along is never run.
+    """
+    if architecture is None:
+        raise CheckpointError(
+            f"{path}: config.json names no architecture, so transformers can not be asked about it",
+            hint=hint,
+        )
+    try:
+        import transformers
+        from huggingface_hub.errors import StrictDataclassError
+    except ImportError:
+        raise CheckpointError(
+            "transformers, which knows how models are built and sharded, is not installed",
+            hint="pip install 'wcache[transformers]'",
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"transformers {transformers.__version__} can not read the config of {architecture}:"
+            f" {reason[:200]}",
+            hint=hint,
+        ) from None
+    model = getattr(transformers, architecture, None)
+    if not isinstance(model, type):
+        raise CheckpointError(
+            f"transformers {transformers.__version__} does not know {architecture}", hint=hint
+        )
+    return config, model
 
 
 def _styles(owner: Any, name: str) -> dict[str, str]:

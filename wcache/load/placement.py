@@ -1,14 +1,17 @@
 """Which part of which tensor a rank holds: tensor- and pipeline-parallel placement. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import gcd
 
+from wcache import gate
 from wcache.checkpoint import Checkpoint, TensorEntry
 from wcache.checkpoint.ties import HEAD, tied_embedding
 from wcache.config import Config
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
+from wcache.load import blocks
+from wcache.load.linears import quantizable
 from wcache.load.parallel import HINT_PUBLISH, ParallelPlan, read_parallel_plan
 from wcache.load.plan import Part, Plan, Slice, lay_out
 from wcache.load.stages import Stages
@@ -34,8 +37,9 @@ _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv")
 def plan(checkpoint: Checkpoint, config: Config, rank: int) -> Plan:
     """What ``rank`` holds of ``checkpoint``, and where.
 
-    Raises :class:`CheckpointError` when it can not be spread as ``config`` asks, with the tensor
-    and the numbers. transformers is needed, and imported, for tp > 1 or pp > 1 only.
+    Raises :class:`CheckpointError` when it can not be spread or quantized as ``config`` asks, with
+    the tensor and the numbers, and what :func:`wcache.gate.check` raises. transformers is needed,
+    and imported, for tp > 1, pp > 1 and quantizing only.
     """
     layout = config.ranks
     if layout.ep > 1:
@@ -43,18 +47,15 @@ def plan(checkpoint: Checkpoint, config: Config, rank: int) -> Plan:
             f"ep {layout.ep}: experts are placed by an engine's own loader", hint=HINT_PUBLISH
         )
     is_spread = layout.tp > 1 or layout.pp > 1
-    method = checkpoint.config.quantization_method
-    if method is not None and layout.tp > 1:
-        raise CheckpointError(
-            f"tp {layout.tp}: weights quantized with {method} can not be sharded yet",
-            hint=HINT_PUBLISH,
-        )
-    if method is not None and config.model.dtype != "auto":
+    method = gate.check(checkpoint).method
+    if method != "none" and config.model.dtype != "auto":
         # The scales of quantized weights have floating dtypes too, and lose their meaning rounded.
         raise CheckpointError(
             f"weights quantized with {method} can not be converted to {config.model.dtype}",
             hint="use --dtype auto",
         )
+    # A checkpoint in FP8 is what was asked for already.
+    on_load = config.model.quantization == "fp8" and method == "none"
     return place(
         checkpoint,
         layout,
@@ -62,6 +63,7 @@ def plan(checkpoint: Checkpoint, config: Config, rank: int) -> Plan:
         dtype=DTYPES.get(config.model.dtype),
         parallel=read_parallel_plan(checkpoint) if is_spread else None,
         tied=tied_embedding(checkpoint),
+        quantized=quantizable(checkpoint) if on_load else frozenset(),
     )
 
 
@@ -73,11 +75,12 @@ def place(
     dtype: str | None = None,
     parallel: ParallelPlan | None = None,
     tied: str | None = None,
+    quantized: Collection[str] = (),
 ) -> Plan:
     """:func:`plan` after everything was read: pure.
 
     ``dtype`` is a safetensors name, or None to keep each tensor's; ``tied`` names the tensor that
-    the output head is tied to.
+    the output head is tied to, ``quantized`` the weights that become FP8 on their way.
     """
     at = layout.coordinates(rank)
     names = set(checkpoint.tensors)
@@ -90,8 +93,8 @@ def place(
     def part(name: str, entry: TensorEntry, tied_to: str | None = None) -> Part:
         kept = dtype if dtype is not None and entry.dtype in CONVERTIBLE else entry.dtype
         # Tied tensors are one tensor, so the place of one is the place of both.
-        cut = shards.slice(tied_to or name, entry.shape) if shards is not None else None
-        return Part(name, entry, kept, cut, tied_to)
+        cut = blocks.cut(shards, tied_to or name, checkpoint.tensors, quantized)
+        return Part(name, entry, kept, cut, tied_to, name in quantized)
 
     parts = []
     for name, entry in checkpoint.tensors.items():

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from wcache import fp8
 from wcache.checkpoint import TensorEntry
 from wcache.manifest import DTYPE_BYTES, STORAGE_ALIGNMENT
 
@@ -86,6 +87,8 @@ class Part:
     dtype: str
     slice: Slice | None = None
     tied_to: str | None = None
+    is_quantized: bool = False
+    """Becomes F8_E4M3, with a scale of its own, on its way; ``dtype`` does not count then."""
 
 
 def lay_out(parts: list[Part]) -> Plan:
@@ -94,18 +97,29 @@ def lay_out(parts: list[Part]) -> Plan:
     end = 0
     for part in parts:
         shape = sliced_shape(part.source.shape, part.slice)
-        nbytes = prod(shape) * DTYPE_BYTES[part.dtype]
+        dtype = fp8.WEIGHT_DTYPE if part.is_quantized else part.dtype
+        nbytes = prod(shape) * DTYPE_BYTES[dtype]
+        scale = None
         if part.tied_to is None:
             offset = align(end)
             end = offset + nbytes
+            if part.is_quantized:
+                scale = _scale(part.name, shape, align(end))
+                end = scale.offset + scale.nbytes
         else:
             offset = targets[part.tied_to].offset
         targets[part.name] = Target(
-            name=part.name, dtype=part.dtype, shape=shape, source=part.source, slice=part.slice,
-            offset=offset, nbytes=nbytes, tied_to=part.tied_to,
+            name=part.name, dtype=dtype, shape=shape, source=part.source, slice=part.slice,
+            offset=offset, nbytes=nbytes, tied_to=part.tied_to, scale=scale,
         )  # fmt: skip
     # Room for one unit at least: a model of empty tensors still needs a slab to be mapped.
     return Plan(tuple(targets.values()), max(align(end), STORAGE_ALIGNMENT))
+
+
+def _scale(weight: str, shape: tuple[int, ...], offset: int) -> Scale:
+    rows, columns = fp8.grid(shape)
+    nbytes = rows * columns * DTYPE_BYTES[fp8.SCALE_DTYPE]
+    return Scale(fp8.scale_name(weight), (rows, columns), offset, nbytes)
 
 
 def align(offset: int) -> int:
