@@ -294,12 +294,14 @@ def test_tensors_that_transformers_would_merge_are_named(save: Save, from_cache:
     assert "renames or merges" in raised.value.hint
 
 
-def test_quantized_checkpoint_is_refused(save: Save, from_cache: FromCache) -> None:
+def test_configuration_of_quantized_weights_that_are_not_is_refused(
+    save: Save, from_cache: FromCache
+) -> None:
     checkpoint = save(tied())
     config = transformers.AutoConfig.from_pretrained(checkpoint.folder)
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(checkpoint.folder)
-    with pytest.raises(WcacheError, match="is quantized"):
+    with pytest.raises(WcacheError, match="is quantized, the cached weights are not"):
         from_cache(checkpoint.tensors, checkpoint.fingerprint())
 
 

@@ -14,8 +14,10 @@ import transformers
 
 from wcache.client import Attachment, attach
 from wcache.client.bind import bind
+from wcache.engines.transformers_fp8 import use_fp8_linears
 from wcache.errors import CheckpointError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint
+from wcache.fp8 import weight_name
 from wcache.manifest import Manifest
 from wcache.memory.dtypes import TORCH_DTYPES
 
@@ -47,7 +49,8 @@ def from_cache(
     checkpoint that the weights were loaded from. ``rank``, ``instance``, ``wanted`` and ``wait_s``
     are those of :func:`wcache.attach`. ``device`` says where the weights are expected to lie.
     ``config_overrides`` replace values of the configuration, as in ``from_pretrained``. The dtype
-    is that of the cached weights, and code of the checkpoint's is never run.
+    is that of the cached weights, and code of the checkpoint's is never run. Where they are FP8 the
+    model has transformers' FP8 linear layers, which compute on a GPU and nowhere else.
 
     The attachment is ``model.wcache_attachment``; closing it ends the lease. The parameters must
     not be written to. Raises what :func:`wcache.attach` raises, :class:`CheckpointError` for a
@@ -82,6 +85,7 @@ def model_of(
     source = _Source.of(model, attachment.fingerprint)
     config = source.config(config_overrides)
     built = _build(config, attachment, attn_implementation)
+    use_fp8_linears(built, attachment.manifest, attachment.device)
     manifest, tensors = _named_as_in(built, attachment)
     _compute_buffers(built, manifest, attachment.device)
     bind(built, manifest, tensors)
@@ -138,10 +142,6 @@ class _Source:
             ) from None
         if unused:
             raise UsageError(f"{config.model_type} has no setting {', '.join(sorted(unused))}")
-        if getattr(config, "quantization_config", None) is not None:
-            raise WcacheError(
-                f"{self._name} is quantized, which the transformers adapter does not take yet"
-            )
         checked: transformers.PreTrainedConfig = config
         return checked
 
@@ -210,7 +210,8 @@ def _main_dtype(manifest: Manifest) -> torch.dtype:
     nbytes: Counter[torch.dtype] = Counter()
     for tensor in manifest.tensors:
         dtype = TORCH_DTYPES[tensor.dtype]
-        if dtype.is_floating_point and dtype.itemsize > 1 and tensor.tied_to is None:
+        is_scale = weight_name(tensor.name) is not None
+        if dtype.is_floating_point and dtype.itemsize > 1 and not (is_scale or tensor.tied_to):
             nbytes[dtype] += prod(tensor.shape) * dtype.itemsize
     return nbytes.most_common(1)[0][0] if nbytes else torch.get_default_dtype()
 
