@@ -1,8 +1,10 @@
 """Writes a random-weight Qwen3 checkpoint, bf16 and sharded, where no real model can be had.
 
-    python scripts/random_qwen3.py FOLDER LAYERS
+    python scripts/random_qwen3.py FOLDER LAYERS [HIDDEN]
 
-36 layers are the 8B model's shape: 16.4 GB. There is no tokenizer; give prompts as token ids.
+36 layers are the 8B model's shape: 16.4 GB. HIDDEN, 4096 as in that model, may be a smaller
+multiple of 512: dimensions are multiples of 128 at tp 1, 2 and 4 then too. There is no tokenizer;
+give prompts as token ids.
 """
 
 import json
@@ -16,15 +18,15 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 SHARD_BYTES = 4_000_000_000
 
 
-def write(folder: Path, layers: int) -> None:
+def write(folder: Path, layers: int, hidden: int = 4096) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
+        vocab_size=151_936 if hidden == 4096 else 8192,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=max(hidden // 512, 4),
         head_dim=128,
         max_position_embeddings=40_960,
         tie_word_embeddings=False,
@@ -59,6 +61,7 @@ def write(folder: Path, layers: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not sys.argv[2].isdigit():
+    numbers = sys.argv[2:]
+    if len(numbers) not in (1, 2) or not all(number.isdigit() for number in numbers):
         sys.exit(__doc__)
-    write(Path(sys.argv[1]), int(sys.argv[2]))
+    write(Path(sys.argv[1]), *map(int, numbers))
