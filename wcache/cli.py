@@ -14,6 +14,7 @@ from wcache.commands.down import down
 from wcache.commands.install import install
 from wcache.commands.logs import logs
 from wcache.commands.restart import restart
+from wcache.commands.run import run as run_command
 from wcache.commands.status import status
 from wcache.commands.supervise import supervise
 from wcache.commands.uninstall import uninstall
@@ -58,6 +59,8 @@ _COMMANDS = (
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command()(_command)
+# What follows the engine's name is the engine's.
+app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 
 
 def main() -> None:

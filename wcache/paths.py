@@ -112,6 +112,11 @@ class InstancePaths:
     def supervisor_log(self) -> Path:
         return self.state / "log" / f"{self.instance or DEFAULT_FILE_NAME}.supervisor.log"
 
+    @property
+    def runs_folder(self) -> Path:
+        """Records of ``wcache run``."""
+        return self.state / "runs" / (self.instance or DEFAULT_FILE_NAME)
+
     def rank(self, rank: int) -> "RankPaths":
         return RankPaths(RankId(self.instance, rank), self.run / str(RankId(self.instance, rank)))
 

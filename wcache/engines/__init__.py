@@ -1,1 +1,18 @@
-"""How engines take weights from the cache: one module an engine, imported by name."""
+"""How engines take weights from the cache: one folder an engine, and what all of them implement.
+
+A new engine is a folder of its own and a line in :data:`ENGINES`.
+"""
+
+from collections.abc import Sequence
+
+from wcache.engines.interface import Engine
+
+
+def engines() -> tuple[Engine, ...]:
+    """All that are known, in the order in which they are asked; none imports its engine."""
+    return ()
+
+
+def engine_for(argv: Sequence[str]) -> Engine | None:
+    """The engine that ``argv`` starts; None for any other command."""
+    return next((engine for engine in engines() if engine.recognises(argv)), None)

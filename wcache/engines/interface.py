@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from wcache.config import Loader
 from wcache.engines.orders import Orders
 
 
@@ -59,6 +60,8 @@ class Probe:
     path: str
     body: Mapping[str, object]
     """A completion of one token, as JSON."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """An API key, say."""
 
 
 class Engine(Protocol):
@@ -67,6 +70,9 @@ class Engine(Protocol):
     name: str
     """As the fingerprint and the records have it: ``vllm``, ``transformers``."""
     marks: Sequence[Mark]
+
+    def loader(self, wish: Wish) -> Loader:
+        """The loader by which ``wcache run --mode daemon`` has the ranks filled."""
 
     def recognises(self, argv: Sequence[str]) -> bool:
         """True for a command that starts this engine."""

@@ -1,0 +1,201 @@
+"""``wcache run``: an engine on cached weights, watched until it really serves."""
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wcache.commands.options import InstanceOption, JsonOption, QuietOption
+from wcache.errors import ExitCode, UsageError, WcacheError
+from wcache.output import Output
+from wcache.paths import InstancePaths, check_instance_name
+
+if TYPE_CHECKING:
+    from wcache.run.timeline import Record
+
+
+class Mode(StrEnum):
+    """How an engine comes to its weights."""
+
+    CLIENT = "client"
+    DAEMON = "daemon"
+    OFF = "off"
+
+
+class OnMismatch(StrEnum):
+    FALLBACK = "fallback"
+    FAIL = "fail"
+
+
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The engine, as always.")
+    ] = None,
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            "--mode",
+            help="client: attach to what is up. daemon: wcache up first. off: change nothing.",
+        ),
+    ] = Mode.CLIENT,
+    on_mismatch: Annotated[
+        OnMismatch,
+        typer.Option("--on-mismatch", help="When no cached weights fit: read the disk, or end."),
+    ] = OnMismatch.FALLBACK,
+    instance: InstanceOption = "",
+    ready_timeout: Annotated[
+        float,
+        typer.Option(
+            "--ready-timeout", min=1.0, metavar="SECONDS", help="How long to the first token."
+        ),
+    ] = 1800.0,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show where the time of the last run went.")
+    ] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Run an engine on cached weights, and say where the time of its start went.
+
+    The engine's own options follow its command; those that wcache needs are added, and none of
+    them is overridden. Signals go to the engine, and its exit status is this command's.
+    """
+    out = Output(as_json=as_json, quiet=quiet)
+    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    if timeline and not command:
+        _show_last(paths, out)
+        return
+    if not command:
+        raise UsageError(
+            "no command to run", hint="wcache run -- vllm serve MODEL, or wcache run --timeline"
+        )
+    raise typer.Exit(
+        _run(command, mode, on_mismatch, paths, ready_timeout, timeline=timeline, out=out)
+    )
+
+
+def _run(
+    command: list[str],
+    mode: Mode,
+    on_mismatch: OnMismatch,
+    paths: InstancePaths,
+    ready_timeout_s: float,
+    *,
+    timeline: bool,
+    out: Output,
+) -> int:
+    from wcache.daemon.notify import Notifier
+    from wcache.engines import engine_for
+    from wcache.engines.interface import Launch
+    from wcache.engines.orders import Orders
+    from wcache.run.session import Listeners, Plan
+    from wcache.run.session import run as run_engine
+
+    notifier = Notifier.from_environment()
+    engine = engine_for(command)
+    strict = mode is Mode.DAEMON or on_mismatch is OnMismatch.FAIL
+    orders = Orders(instance=paths.instance, on_mismatch="fail" if strict else "fallback")
+    if engine is None:
+        out.say(f"{command[0]} is no engine that wcache knows: it gets the environment alone")
+    if mode is Mode.OFF:
+        launch = Launch(argv=tuple(command))
+    elif engine is None:
+        launch = Launch(argv=tuple(command), environment=orders.environment())
+    else:
+        launch = engine.launch(command, orders)
+    if mode is Mode.DAEMON:
+        if engine is None:
+            raise UsageError(
+                f"--mode daemon needs an engine that wcache knows, and {command[0]} is none",
+                hint="wcache up brings weights up for any program, --mode client runs it then",
+            )
+        from wcache.commands.bring_up import bring_up
+
+        bring_up(engine, engine.wish(command), paths, out)
+    plan = Plan(
+        engine=engine,
+        command=tuple(command),
+        launch=launch,
+        probe=engine.probe(command) if engine is not None else None,
+        instance=paths.instance,
+        mode=mode.value,
+        ready_timeout_s=ready_timeout_s,
+    )
+    scribe = Scribe(paths.runs_folder, out, shows_table=timeline or not out.quiet)
+    return run_engine(plan, notifier, Listeners(ready=scribe.ready, ended=scribe.ended))
+
+
+class Scribe:
+    """Writes a run down, and says what became of it."""
+
+    def __init__(self, folder: Path, out: Output, *, shows_table: bool) -> None:
+        self._folder = folder
+        self._out = out
+        self._shows_table = shows_table
+        self._said = False
+
+    def ready(self, record: "Record") -> None:
+        """At the first token."""
+        self._say_outcome(record)
+        if self._shows_table:
+            from wcache.run.timeline import table
+
+            for line in table(record).lines():
+                self._out.say(line)
+        self._save(record)
+
+    def ended(self, record: "Record") -> None:
+        """At the end of the engine."""
+        self._say_outcome(record)
+        self._save(record)
+
+    def _say_outcome(self, record: "Record") -> None:
+        if self._said or record.outcome is None:
+            return
+        self._said = True
+        text = f"{record.outcome}: {record.reason}" if record.reason else record.outcome
+        if record.outcome in ("miss", "mismatch"):
+            self._out.warn(text)
+        else:
+            self._out.say(text)
+        from wcache.run.outcome import count
+
+        try:
+            count(self._folder / "outcomes", record.outcome)
+        except OSError as error:
+            self._out.warn(f"the outcome is not counted: {error.strerror}")
+
+    def _save(self, record: "Record") -> None:
+        from wcache.run.session import record_name
+        from wcache.run.timeline import save
+
+        try:
+            save(record, self._folder, record_name(record, os.getpid()))
+        except OSError as error:
+            self._out.warn(f"the timeline is not written to {self._folder}: {error.strerror}")
+
+
+def _show_last(paths: InstancePaths, out: Output) -> None:
+    from wcache.output import Table
+    from wcache.run.outcome import counts
+    from wcache.run.timeline import load, records, table
+
+    found = records(paths.runs_folder)
+    record = load(found[-1]) if found else None
+    if record is None:
+        raise WcacheError(
+            "no run has been recorded here",
+            hint="wcache run -- COMMAND writes one",
+            exit_code=ExitCode.FAILED,
+        )
+    out.data(record, table(record))
+    if not out.as_json:
+        told = Table("OUTCOME", ">RUNS")
+        for name, number in sorted(counts(paths.runs_folder / "outcomes").items()):
+            told.add(name, number)
+        if record.outcome:
+            out.say(f"{record.outcome}: {record.reason}" if record.reason else record.outcome)
+        for line in told.lines() if told.rows else []:
+            out.say(line)

@@ -1,0 +1,223 @@
+"""The engine's process: its group, its signals, its terminal, its end."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+
+from wcache.errors import UsageError
+from wcache.run.lines import Passage
+
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+STRAGGLERS_S = 10.0
+"""How long processes that the engine left behind have to end after SIGTERM."""
+_PERIOD_S = 0.05
+
+# A child must not take our supervisor's words for its own.
+_OURS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID",
+         "LISTEN_FDNAMES")  # fmt: skip
+
+
+class Child:
+    """One command in a process group of its own; use as a context, which ends the whole group."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        line_seen: Callable[[str], None] | None = None,
+    ) -> None:
+        """``line_seen`` gets every line that the child writes; None leaves its output alone.
+
+        Raises :class:`UsageError` for a command that can not be run.
+        """
+        piped = subprocess.PIPE if line_seen is not None else None
+        told = {name: value for name, value in environment.items() if name not in _OURS}
+        try:
+            self._process = subprocess.Popen(
+                list(argv), env=told, stdout=piped, stderr=piped, process_group=0
+            )
+        except (OSError, ValueError) as error:
+            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise UsageError(
+                f"{argv[0]} can not be run: {said.lower()}", hint="is it installed here?"
+            ) from None
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._passages = self._opened(line_seen) if line_seen is not None else []
+        self._terminal = _Terminal(self.pid)
+
+    def _opened(self, seen: Callable[[str], None]) -> list[Passage]:
+        streams = ((self._process.stdout, 1), (self._process.stderr, 2))
+        # Descriptors of our own, so that Popen's file objects may be closed with it.
+        return [Passage(os.dup(s.fileno()), fd, seen) for s, fd in streams if s is not None]
+
+    # --- while it runs --------------------------------------------------------------------
+
+    def wait(self, woken: Callable[[], bool], timeout_s: Callable[[], float | None]) -> int | None:
+        """Until the child has ended; its exit status as a shell has it.
+
+        ``woken`` is called whenever something happened, in this thread, and ends the wait by
+        returning True: the result is None then. ``timeout_s`` says how long it may be until then.
+        """
+        with self._signals(), selectors.DefaultSelector() as selector:
+            selector.register(self._pidfd, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            for passage in self._passages:
+                if passage.source >= 0:
+                    selector.register(passage.source, selectors.EVENT_READ, passage)
+            while True:
+                ended = False
+                for key, _ in selector.select(timeout_s()):
+                    if key.fd == self._pidfd:
+                        ended = True
+                    elif key.fd == self._wake:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake, 4096)
+                    elif not key.data.pass_on():
+                        selector.unregister(key.fileobj)
+                self._terminal.follow()
+                if ended:
+                    self._drain()
+                    return self._status()
+                if woken():
+                    return None
+
+    def wake(self) -> None:
+        """Has :meth:`wait` look around; from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._waker, b"w")
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self, timeout_s: float) -> None:
+        """SIGTERM, and time to follow it; what is left then ends with the context."""
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def _drain(self) -> None:
+        """What the child wrote before it ended; its own children may hold the pipe for longer."""
+        for passage in self._passages:
+            if passage.source < 0:
+                continue
+            os.set_blocking(passage.source, False)
+            with contextlib.suppress(BlockingIOError):
+                while passage.pass_on():
+                    pass
+
+    def _status(self) -> int:
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def forward(number: int, _: FrameType | None) -> None:
+            self.signal(number)
+
+        def look(_number: int, _: FrameType | None) -> None:
+            self.wake()
+
+        handlers = dict.fromkeys(FORWARDED, forward) | {signal.SIGCHLD: look}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --- its end --------------------------------------------------------------------------
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends whatever is left of the group, and gives the terminal back."""
+        self._terminal.take_back()
+        if not self._end_group(signal.SIGTERM, STRAGGLERS_S):
+            self._end_group(signal.SIGKILL, STRAGGLERS_S)
+        for passage in self._passages:
+            passage.close()
+        for fd in (self._pidfd, self._wake, self._waker):
+            os.close(fd)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _end_group(self, number: int, timeout_s: float) -> bool:
+        """True when nobody of the group is left."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            os.killpg(self.pid, number)
+            while time.monotonic() < deadline:
+                self._reap()
+                os.killpg(self.pid, 0)
+                time.sleep(_PERIOD_S)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return True  # what is left has changed its user, and is not ours to end
+        return False
+
+    def _reap(self) -> None:
+        """Also what the engine left behind, where this process is what orphans fall to."""
+        if self._process.poll() is None:
+            return
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+
+
+class _Terminal:
+    """Lends the terminal to the child's group, as a shell does, so that it gets Ctrl-C and may
+    read; stops with it on Ctrl-Z. Does nothing when stdin is no terminal of ours."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        try:
+            self._is_ours = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+        except OSError:
+            self._is_ours = False
+        self._give(group)
+
+    def follow(self) -> None:
+        """Stops this process when the child was stopped, and goes on with it."""
+        if not self._is_ours:
+            return
+        state = os.waitid(os.P_PID, self._group, os.WSTOPPED | os.WNOHANG)
+        if state is None or state.si_code != os.CLD_STOPPED:
+            return
+        self._give(os.getpgrp())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._give(self._group)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGCONT)
+
+    def take_back(self) -> None:
+        self._give(os.getpgrp())
+
+    def _give(self, group: int) -> None:
+        if not self._is_ours:
+            return
+        # Whoever is not in the foreground is stopped for this call, unless the signal is ignored.
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        try:
+            with contextlib.suppress(OSError):
+                os.tcsetpgrp(0, group)
+        finally:
+            signal.signal(signal.SIGTTOU, before)

@@ -1,0 +1,195 @@
+"""One run of an engine: started, watched until it serves, followed to its end, written down."""
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from wcache.daemon.notify import Notifier
+from wcache.engines.interface import Engine, Launch, Probe
+from wcache.engines.orders import EVENTS
+from wcache.errors import NotReadyError
+from wcache.run import outcome, timeline
+from wcache.run.child import Child
+from wcache.run.probe import Prober, check_is_free
+from wcache.run.timeline import Record, Timeline
+
+# An engine without an API tells by an event that it is ready, and nothing wakes us for it.
+_LOOK_S = 0.25
+_END_S = 30.0
+"""How long an engine that never got ready has to end after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is to be run, and how; nothing has been started."""
+
+    engine: Engine | None
+    command: tuple[str, ...]
+    """As the operator gave it."""
+    launch: Launch
+    probe: Probe | None
+    instance: str
+    mode: str
+    ready_timeout_s: float
+    """How long an engine with an API may take to its first token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listeners:
+    """Who is told what; all are called in the thread that calls :func:`run`."""
+
+    ready: Callable[[Record], None]
+    """Once, when the engine is ready."""
+    ended: Callable[[Record], None]
+    """Once, when it has ended."""
+
+
+def run(plan: Plan, notifier: Notifier, listeners: Listeners) -> int:
+    """Runs the engine to its end; returns its exit status as a shell has it.
+
+    Raises :class:`wcache.errors.UsageError` for a command that can not be run,
+    :class:`wcache.errors.WcacheError` when its port is taken, and :class:`NotReadyError`, after
+    ending it, when it did not get ready in time.
+    """
+    if plan.probe is not None:
+        check_is_free(plan.probe)
+    with tempfile.TemporaryDirectory(prefix="wcache-run-") as folder:
+        events = Path(folder, "events")
+        events.touch(mode=0o600)
+        return _Session(plan, events, notifier, listeners).run()
+
+
+class _Session:
+    def __init__(self, plan: Plan, events: Path, notifier: Notifier, listeners: Listeners) -> None:
+        self._plan = plan
+        self._events = events
+        self._notifier = notifier
+        self._listeners = listeners
+        self._timeline = Timeline()
+        # (phase, time) from the thread that probes; a deque's ends are safe to use from two.
+        self._told: deque[tuple[str, float]] = deque()
+        self._ready_s: float | None = None
+        self._began = time.time()
+        self._begun = time.monotonic()
+        self._said = ""
+
+    def run(self) -> int:
+        plan = self._plan
+        is_read = plan.engine is not None and plan.engine.marks
+        with ExitStack() as ends:
+            child = ends.enter_context(
+                Child(
+                    plan.launch.argv,
+                    self._environment(),
+                    line_seen=self._line if is_read else None,
+                )
+            )
+            if plan.probe is not None:
+                ends.callback(Prober(plan.probe, self._teller(child)).stop)
+            elif plan.engine is None:
+                self._notifier.say("READY=1")  # of what is not known, only its start can be told
+            status = child.wait(self._too_late, self._pause)
+            if status is None:
+                child.terminate(_END_S)
+                self._listeners.ended(self._record(None))
+                raise NotReadyError(
+                    f"the engine gave no token within {plan.ready_timeout_s:g} s, and was ended:"
+                    f" the last phase that it finished is {self._timeline.last or 'none'}",
+                    hint="its own log above says more; --ready-timeout gives it longer",
+                )
+        self._look()
+        self._listeners.ended(self._record(status))
+        return status
+
+    def _environment(self) -> Mapping[str, str]:
+        told = {**os.environ, **self._plan.launch.environment}
+        if self._plan.mode != "off":
+            told[EVENTS] = str(self._events)
+        return told
+
+    # --- what happens meanwhile -----------------------------------------------------------
+
+    def _line(self, line: str) -> None:
+        """A line of the engine's log."""
+        if self._ready_s is not None or self._plan.engine is None:
+            return
+        for mark in self._plan.engine.marks:
+            if mark.pattern.search(line):
+                self._timeline.end(mark.phase, time.monotonic() - self._begun, "log")
+
+    def _teller(self, child: Child) -> Callable[[str], None]:
+        def tell(phase: str) -> None:
+            self._told.append((phase, time.monotonic() - self._begun))
+            child.wake()
+
+        return tell
+
+    def _too_late(self) -> bool:
+        """Takes in what was told since; True when the engine should have been ready by now."""
+        self._look()
+        elapsed = time.monotonic() - self._begun
+        if self._ready_s is not None or self._plan.probe is None:
+            return False
+        return elapsed > self._plan.ready_timeout_s
+
+    def _pause(self) -> float | None:
+        """None once there is nothing to wait for but the engine's end."""
+        return None if self._ready_s is not None else _LOOK_S
+
+    def _look(self) -> None:
+        """Takes in what the probe and the engine's half of the adapter have told."""
+        if self._ready_s is None:
+            self._take_events()
+        while self._told:
+            phase, at_s = self._told.popleft()
+            self._timeline.end(phase, at_s, "probe")
+            if phase == "first token":
+                self._get_ready(at_s)
+        if self._timeline.last != self._said and self._ready_s is None:
+            self._said = self._timeline.last
+            self._notifier.say(f"STATUS=starting: {self._said} done")
+
+    def _take_events(self) -> None:
+        for event in timeline.read_events(self._events):
+            at_s = event.at - self._began
+            if event.name == "outcome":
+                self._timeline.end("weights", at_s, "event")
+            elif event.name == "first_token" and self._plan.probe is None:
+                self._timeline.end("first token", at_s, "event")
+                self._get_ready(at_s)
+
+    def _get_ready(self, at_s: float) -> None:
+        if self._ready_s is not None:
+            return
+        self._ready_s = at_s
+        record = self._record(None)
+        self._notifier.say("READY=1", f"STATUS=serving, first token after {at_s:.1f} s")
+        self._listeners.ready(record)
+
+    def _record(self, status: int | None) -> Record:
+        events = timeline.read_events(self._events)
+        found, reason = outcome.outcome_of(events)
+        plan = self._plan
+        return Record(
+            began=self._began,
+            engine=plan.engine.name if plan.engine is not None else "",
+            command=plan.command,
+            mode=plan.mode,
+            instance=plan.instance,
+            outcome="off" if plan.mode == "off" else found,
+            reason=reason,
+            phases=self._timeline.phases(),
+            steps=timeline.steps(events),
+            ready_s=self._ready_s,
+            exit_code=status,
+        )
+
+
+def record_name(record: Record, pid: int) -> str:
+    """Sorts by time; two runs that begin in one second differ in their pid."""
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(record.began)) + f"-{pid}"
