@@ -1,0 +1,61 @@
+"""Plays an engine with an API: logs as one, listens on a port after a while, completes a token.
+
+usage: fake_engine.py PORT [FLAG...]; flags: hang (never answers), die (ends with 9 at once),
+orphan (leaves a process behind in its group, whose pid it prints), ask (waits for SIGTERM and
+ends with 17).
+"""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from wcache.engines.orders import Orders, report
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    calls = 0
+
+    def do_POST(self) -> None:
+        Api.calls += 1
+        self.rfile.read(int(self.headers["Content-Length"]))
+        # As a server whose model is not there yet.
+        code = 503 if Api.calls < 3 or "hang" in sys.argv else 200
+        body = json.dumps({"choices": [{"text": "a"}]}).encode() if code == 200 else b"{}"
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+def ask(_number: int, _frame: object) -> None:
+    sys.exit(17)
+
+
+def main() -> None:
+    print("imports are done", flush=True)
+    if "die" in sys.argv:
+        sys.exit(9)
+    if "orphan" in sys.argv:
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(f"orphan {left.pid}", flush=True)
+    signal.signal(signal.SIGTERM, ask)
+    orders = Orders.given()
+    time.sleep(0.05)
+    report(orders, "map", seconds=0.01, rank=0)
+    report(orders, "outcome", rank=0, outcome="hit", reason="attached to generation 1")
+    print("capture took no time", file=sys.stderr, flush=True)
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"):
+        print(f"{name} is {'set' if name in os.environ else 'unset'}", flush=True)
+    server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Api)
+    server.serve_forever(0.05)
+
+
+if __name__ == "__main__":
+    main()
