@@ -67,9 +67,13 @@ class Probe:
 class Engine(Protocol):
     """One kind of engine; stateless. Every name below is free of torch and of the engine."""
 
-    name: str
-    """As the fingerprint and the records have it: ``vllm``, ``transformers``."""
-    marks: Sequence[Mark]
+    @property
+    def name(self) -> str:
+        """As the fingerprint and the records have it: ``vllm``, ``transformers``."""
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """What its log says of its start; empty when its output is not to be read."""
 
     def loader(self, wish: Wish) -> Loader:
         """The loader by which ``wcache run --mode daemon`` has the ranks filled."""
