@@ -14,7 +14,7 @@ from tests.processes import wait_for
 from wcache import devices
 from wcache.errors import WcacheError
 from wcache.manifest import SlabInfo
-from wcache.memory import driver
+from wcache.memory import driver, mix_kernel, mixing
 from wcache.memory.cuda import CudaMemory
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.digest import digest, digests
@@ -211,6 +211,44 @@ def test_the_digest_is_the_hosts(memory: CudaMemory) -> None:
     runs = [data[:n] for n in (0, 1, 8, 4096, 33 * MIB)]
     assert digests([run.to(memory.device) for run in runs]) == digests(runs)
     assert digests([data, data.to(memory.device)]) == [digest(data)] * 2
+
+
+def test_the_kernel_and_torch_come_to_the_same_sums(memory: CudaMemory) -> None:
+    """Lengths around a word, a pair of words and a block; places on 16 bytes, 8, and neither."""
+    data = torch.randint(0, 256, (3 * MIB + 5,), dtype=torch.uint8).to(memory.device)
+    block = mix_kernel._BLOCK_BYTES
+    lengths = (0, 1, 7, 8, 9, 15, 16, 17, block - 8, block, block + 1, 2 * block + 24, 2 * MIB + 3)
+    runs = [
+        (data[start : start + length], 3 * length + start)
+        for start in (0, 8, 1, 16)
+        for length in lengths
+    ]
+    found = mix_kernel.sums(runs)
+    assert found is not None
+    assert found == mixing.sums(runs) == mixing.sums([(run.cpu(), at) for run, at in runs])
+
+
+def test_without_a_compiler_the_digest_is_the_same(
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = torch.randint(0, 256, (MIB + 3,), dtype=torch.uint8).to(memory.device)
+    whole = digest(data)
+
+    def refuse(source: str, name: str, ordinal: int) -> int:
+        raise WcacheError("there is no NVRTC on this machine")
+
+    monkeypatch.setattr(driver, "compile_kernel", refuse)
+    mix_kernel._compiled.cache_clear()
+    try:
+        assert mix_kernel.sums([(data, 0)]) is None
+        assert digest(data) == whole
+    finally:
+        mix_kernel._compiled.cache_clear()
+
+
+def test_source_that_is_no_kernel_is_an_error(memory: CudaMemory) -> None:
+    with pytest.raises(WcacheError, match="nvrtcCompileProgram"):
+        driver.compile_kernel("no kernel", "mix64", 0)
 
 
 def test_the_digest_needs_little_memory(memory: CudaMemory) -> None:

@@ -1,12 +1,16 @@
 """The digest sees every change that a damaged or exchanged weight could be."""
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wcache.memory import digest as digest_module
-from wcache.memory.digest import digest, digests
+from wcache.errors import WcacheError
+from wcache.memory import driver, mix_kernel, mixing
+from wcache.memory.digest import digest, digests, finish, partial
 
 pytestmark = pytest.mark.unit
 
@@ -47,7 +51,7 @@ def test_digest_of_known_bytes_stays_what_it_was() -> None:
 
 def test_chunk_size_does_not_change_the_digest_of_more_than_a_default_chunk() -> None:
     data = torch.arange(3 << 20, dtype=torch.int32).view(torch.uint8)[:-3]
-    assert data.numel() > digest_module._CPU_CHUNK_BYTES
+    assert data.numel() > mixing._CPU_CHUNK_BYTES
     assert digest(data) == digest(data, chunk_bytes=1 << 30) == digest(data, chunk_bytes=96 << 10)
 
 
@@ -126,6 +130,68 @@ def test_many_runs_at_once_have_the_digests_that_they_have_alone() -> None:
     data = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (5000, 0, 7, 8, 4096, 9999)]
     assert digests(data, chunk_bytes=512) == [digest(tensor) for tensor in data]
     assert digests([]) == []
+
+
+def test_threads_that_share_the_work_come_to_the_same_digests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = (100_003, 0, 16, 70_000, 5, 65_536)
+    data = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
+    alone = [reference(bytes(tensor.tolist())) for tensor in data]
+    threads_before = torch.get_num_threads()
+    monkeypatch.setattr(mixing, "_TASK_BYTES", 4096)
+    pools: list[int] = []
+    monkeypatch.setattr(mixing, "ThreadPoolExecutor", _Recorded(pools, ThreadPoolExecutor).make)
+    try:
+        torch.set_num_threads(3)
+        assert digests(data) == alone
+    finally:
+        torch.set_num_threads(threads_before)
+    assert pools == [3]
+
+
+class _Recorded:
+    def __init__(self, counts: list[int], kind: type) -> None:
+        self.counts, self.kind = counts, kind
+
+    def make(self, threads: int, **options: str) -> object:
+        self.counts.append(threads)
+        return self.kind(threads, **options)
+
+
+@given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 37), max_size=5))
+def test_parts_in_any_order_add_up_to_the_digest(data: bytes, cuts: list[int]) -> None:
+    ends = [*sorted({cut * 8 for cut in cuts if cut * 8 < len(data)}), len(data)]
+    starts = [0, *ends[:-1]]
+    parts = [partial(run(data[a:b]), a) for a, b in zip(starts, ends, strict=True)]
+    assert finish(sum(reversed(parts)), len(data)) == reference(data)
+
+
+@pytest.mark.parametrize("offset", [-8, 1, 12])
+def test_a_part_that_begins_within_a_word_is_refused(offset: int) -> None:
+    with pytest.raises(ValueError, match="does not begin with a word"):
+        partial(run(b"content"), offset)
+
+
+def test_a_kernel_that_can_not_be_compiled_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def refuse(source: str, name: str, ordinal: int) -> int:
+        tries.append(ordinal)
+        raise WcacheError("there is no NVRTC on this machine")
+
+    monkeypatch.setattr(driver, "compile_kernel", refuse)
+    mix_kernel._compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.DEBUG, mix_kernel.__name__):
+            assert [mix_kernel._compiled(7), mix_kernel._compiled(7)] == [None, None]
+    finally:
+        mix_kernel._compiled.cache_clear()
+    assert tries == [7]
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+    assert "no NVRTC" in caplog.text
 
 
 def test_the_bytes_are_left_as_they_are() -> None:

@@ -1,8 +1,9 @@
 """The CUDA driver calls that wcache makes, checked: the only module that imports cuda.bindings."""
 
+import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,6 +130,41 @@ def has_context(ordinal: int) -> bool:
     return bool(active)
 
 
+def compile_kernel(source: str, name: str, ordinal: int) -> int:
+    """Compiles the kernel ``name`` of CUDA C ``source`` for one GPU; it stays loaded for good.
+
+    Raises :class:`WcacheError` where NVRTC is not installed, or does not know the GPU.
+    """
+    cuda, nvrtc = _driver(), _compiler()
+    attributes = cuda.CUdevice_attribute
+    version = [
+        _check("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(attribute, _device(ordinal)))
+        for attribute in (
+            attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+    ]
+    code = _compiled(nvrtc, source, name, "sm_{}{}".format(*version))
+    with primary_context(ordinal):
+        module = _check("cuModuleLoadData", cuda.cuModuleLoadData(code))
+        result = cuda.cuModuleGetFunction(module, name.encode())
+        return int(_check("cuModuleGetFunction", result))
+
+
+def launch(
+    kernel: int, ordinal: int, *, blocks: int, threads: int, stream: int, addresses: Sequence[int]
+) -> None:
+    """Queues ``kernel`` on ``stream``; its arguments are pointers, and memory outlives the call."""
+    cuda = _driver()
+    arguments = (tuple(addresses), (ctypes.c_void_p,) * len(addresses))
+    with primary_context(ordinal):
+        result = cuda.cuLaunchKernel(
+            cuda.CUfunction(kernel), blocks, 1, 1, threads, 1, 1, 0, cuda.CUstream(stream),
+            arguments, 0,
+        )  # fmt: skip
+        _check("cuLaunchKernel", result)
+
+
 @functools.cache
 def _driver() -> Any:
     """The bindings after cuInit; raises :class:`WcacheError` where there is no driver."""
@@ -148,6 +184,38 @@ def _driver() -> Any:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise _failure(driver, "cuInit", error)
     return driver
+
+
+def _compiler() -> Any:
+    """NVRTC's bindings; raises :class:`WcacheError` where there is no NVRTC."""
+    from cuda.bindings import nvrtc
+
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:  # the bindings load libnvrtc.so at the first call
+        raise WcacheError("there is no NVRTC on this machine") from None
+    return nvrtc
+
+
+def _compiled(nvrtc: Any, source: str, name: str, architecture: str) -> bytes:
+    """The machine code of ``source``."""
+
+    def check(call: str, result: Any) -> Any:
+        error, *values = result
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise WcacheError(f"{call}: {getattr(error, 'name', error)}")
+        return values[0] if values else None
+
+    options = [f"--gpu-architecture={architecture}".encode()]
+    result = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
+    program = check("nvrtcCreateProgram", result)
+    try:
+        check("nvrtcCompileProgram", nvrtc.nvrtcCompileProgram(program, len(options), options))
+        code = b" " * int(check("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program)))
+        check("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
 
 
 @functools.cache
