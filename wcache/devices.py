@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from wcache.errors import WcacheError
 
+CONTEXT_BYTES = 640 << 20
+"""What a CUDA context takes of a GPU's memory in each process (measured, 615 MiB on an H200)."""
+
 ComputeMode = Literal["default", "exclusive", "prohibited"]
 
 

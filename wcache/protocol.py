@@ -80,6 +80,9 @@ class AskLoad(Message, tag="ask_load", frozen=True, kw_only=True):
 
     source: LoadSource = "checkpoint"
     """``engine`` is somebody who has the weights already, as ``wcache.publish`` does."""
+    repair: bool = False
+    """The weights that are served are the wanted ones, and some of their bytes are damaged: they
+    are to be published again."""
 
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):

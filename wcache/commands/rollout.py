@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from wcache.config import Config
+from wcache.devices import CONTEXT_BYTES
 from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.ranks import RankView, brief, holders, rank_words
 from wcache.units import size
 
-# A CUDA context of the loader, while it copies (measured, 615 MiB on an H200).
-LOADER_CONTEXT_BYTES = 640 << 20
+LOADER_CONTEXT_BYTES = CONTEXT_BYTES
+"""The loader has a context while it copies."""
 
 
 @dataclass(kw_only=True, slots=True)

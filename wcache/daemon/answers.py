@@ -51,6 +51,14 @@ def nothing_to_load(rank: RankId, generation: int) -> NothingToLoad:
     return NothingToLoad(message=f"rank {rank} holds generation {generation} already")
 
 
+def nothing_to_repair(rank: RankId) -> Refused:
+    return Refused(
+        reason="mismatch",
+        message=f"rank {rank} does not hold the weights that its configuration asks for",
+        hint="wcache up loads them; there is nothing to repair",
+    )
+
+
 def wrong_source(rank: RankId, message: AskLoad) -> NothingToLoad | Refused:
     """For a loader where an engine publishes, and for an engine where a loader loads."""
     if message.source == "checkpoint":

@@ -172,7 +172,10 @@ class Rank:
         if self.awaits_engine != (message.source == "engine"):
             return answers.wrong_source(self._paths.id, message)
         held = self._served()
-        if held is not None and not self.differences():
+        is_wanted = held is not None and not self.differences()
+        if message.repair and not is_wanted:
+            return answers.nothing_to_repair(self._paths.id)
+        if held is not None and is_wanted and not message.repair:
             return answers.nothing_to_load(self._paths.id, held.number)
         number = max((*self._generations, *self._unreadable), default=0) + 1
         self._load = Load(peer=peer, pid=pid, generation=number)

@@ -125,6 +125,11 @@ def publish_slabs(
     manifests.check(manifest, range_bytes=sum(slab.nbytes for slab in slabs))
     for slab in slabs:
         memory.seal(slab)
+    return hand_over(control, slabs, manifest)
+
+
+def hand_over(control: Conversation, slabs: Sequence[Slab], manifest: Manifest) -> int:
+    """:func:`publish_slabs` for slabs that are sealed already."""
     fd = create_sealed("wcache-manifest", manifests.encode(manifest))
     try:
         fds = [fd, *(slab.fd for slab in slabs)]
