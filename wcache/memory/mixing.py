@@ -109,13 +109,15 @@ class _Workspace:
 
     def total(self, data: torch.Tensor, position: int) -> torch.Tensor:
         """The sum of all mixed words as int64[] on the device, without waiting for it."""
-        total = torch.zeros((), dtype=torch.int64, device=self._device)
-        whole = data.numel() // WORD_BYTES
+        whole, rest = divmod(data.numel(), WORD_BYTES)
         self._grow(min(self._words, whole + 1))
+        if 0 < whole <= self._words and not rest:
+            return self._mixed(_words(data, 0, whole), position)
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
         for first in range(0, whole, self._words):
             count = min(self._words, whole - first)
             total += self._mixed(_words(data, first, count), position + first)
-        if rest := data.numel() % WORD_BYTES:
+        if rest:
             tail = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=self._device)
             tail[:rest] = data[-rest:]
             total += self._mixed(tail.view(torch.int64), position + whole)
