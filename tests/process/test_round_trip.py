@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 import wcache
@@ -45,6 +47,15 @@ def empty_rank(places: Places) -> Iterator[None]:
             generation.close()
 
 
+def apart(first: torch.Tensor, second: torch.Tensor) -> int | None:
+    """Bytes between two views of one storage; None where they share none."""
+    if not (first.numel() and second.numel()):
+        return None
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return None
+    return second.data_ptr() - first.data_ptr()
+
+
 @pytest.fixture
 def waiting(places: Places) -> Places:
     places.write_config(publish_config())
@@ -75,11 +86,14 @@ def test_any_module_comes_out_equal(waiting: Places, built: Built) -> None:
                 assert raw(there.tensor) == raw(tensor), name
                 if slot.kind == "parameter":
                     assert attachment.holds(there.tensor), name
-            for first in expected.values():
-                for second in expected.values():
-                    tied = first.tensor is second.tensor
-                    here = bound[first.name].tensor is bound[second.name].tensor
-                    assert here == tied, (first.name, second.name)
+            for first, second in combinations(expected.values(), 2):
+                here = bound[first.name].tensor, bound[second.name].tensor
+                tied = first.tensor is second.tensor
+                assert (here[0] is here[1]) == tied, (first.name, second.name)
+                # Buffers are private copies: they share with each other, and not with parameters.
+                if (first.kind == "parameter") == (second.kind == "parameter"):
+                    before = apart(first.tensor, second.tensor)
+                    assert before is None or apart(*here) == before, (first.name, second.name)
         results = list(
             Verifier(None).verify(waiting.rank(), depth="digest", progress=lambda *_: None)
         )

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -19,10 +20,11 @@ from tests.damage import Damage, publish_damaged
 from tests.places import Places
 from tests.processes import PATIENCE_S
 from wcache.config import load_config
-from wcache.errors import ExitCode
+from wcache.control import Control
+from wcache.errors import ExitCode, MismatchError
 from wcache.manifest import Manifest
 from wcache.paths import RankPaths
-from wcache.protocol import Report
+from wcache.protocol import AskLoad, LoadOrder, NothingToLoad, Report
 from wcache.ranks import ask
 from wcache.verify import Depth, Result, Verification, Verifier
 from wcache.verify.held import held
@@ -305,6 +307,30 @@ def test_a_checkpoint_of_other_content_is_told_tensor_by_tensor(node: Node) -> N
         ("model.norm.weight", "bytes"),
         ("model.layers.1.input_layernorm.weight", "name"),
     }
+
+
+def test_weights_that_are_not_the_wanted_ones_are_loaded_and_not_repaired(node: Node) -> None:
+    node.up(write_llama(node.places.root / "model"))
+    config = load_config(node.places.instance().config_file)
+    other = msgspec.structs.replace(config.model, dtype="float16")
+    node.places.write_config(msgspec.structs.replace(config, model=other))
+    before = node.report().generations
+    with Control.connect(node.paths, "loader") as control:
+        with pytest.raises(MismatchError, match="does not hold the weights"):
+            control.request(AskLoad(repair=True), LoadOrder)
+    assert node.report().generations == before
+
+
+def test_a_rank_that_serves_is_loaded_again_for_a_repair_alone(node: Node) -> None:
+    node.up(write_llama(node.places.root / "model"))
+    with Control.connect(node.paths, "loader") as control:
+        answer = control.request(AskLoad(), NothingToLoad)
+        assert "holds generation 1 already" in answer.message
+        assert control.request(AskLoad(repair=True), LoadOrder).generation == 2
+    # The peer is gone, and with it its load: what is served is as it was.
+    serving = node.report().serving
+    assert serving is not None
+    assert serving.number == 1
 
 
 def test_two_depths_at_once_are_refused(node: Node) -> None:

@@ -150,7 +150,7 @@ def test_storages_of_another_size_are_told(loaded: Loaded) -> None:
     assert (found.field, found.cached, found.fresh) == ("nbytes", "94", "96")
 
 
-def test_thousands_of_differences_are_counted_and_kept(loaded: Loaded) -> None:
+def test_differences_after_the_twentieth_are_counted_and_kept(loaded: Loaded) -> None:
     loaded.content.zero_()
     results = loaded.parity(loaded.changed(NORM, shape=(6, 8), stride=(8, 1)))
     assert {result.result for result in results} == {"bad"}

@@ -13,6 +13,7 @@ from wcache.manifest import Manifest
 from wcache.memory.available import available_bytes
 from wcache.paths import RankId
 from wcache.units import size
+from wcache.verify.held import gpu_room
 from wcache.verify.result import Outcome, Progress, Result
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def logits(rank_id: RankId, manifest: Manifest, folder: Path | None, progress: P
     import transformers
 
     try:
-        with _silent():
+        with _silent(), gpu_room():
             cached, kind = _of_cache(rank_id, manifest, folder)
             fresh = _of_disk(kind, folder)
     except WcacheError as error:
