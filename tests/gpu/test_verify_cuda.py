@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import damage
-from tests.checkpoints import write_llama
+from tests.checkpoints import write_llama, write_qwen3
 from tests.cli.snapshot import Done, wcache
 from tests.damage import Damage
 from tests.places import Places
@@ -48,12 +48,17 @@ class Gpu:
             mapping.close()
         return named
 
+    def up(self, model: Path, *arguments: str) -> None:
+        done = self(
+            "up", "--model", str(model), "--device", "cuda", "--slab-bytes", "2MiB", *arguments
+        )
+        assert done.code == 0, done.stderr
+
 
 @pytest.fixture
 def gpu(places: Places) -> Iterator[Gpu]:
     made = Gpu(places)
-    done = made("up", "--model", str(made.model), "--device", "cuda", "--slab-bytes", "2MiB")
-    assert done.code == 0, done.stderr
+    made.up(made.model)
     yield made
     made("down", "--force")
 
@@ -78,6 +83,17 @@ def test_damage_is_found_named_and_mended(gpu: Gpu, change: Damage) -> None:
     assert mended.code == 0, mended.stdout + mended.stderr
     whole = gpu("verify", "--parity")
     assert whole.code == 0, whole.stdout + whole.stderr
+
+
+def test_fp8_made_on_the_gpu_is_what_the_host_makes(places: Places) -> None:
+    """A fresh load is quantized on the host, and the bytes must be the same."""
+    rank = Gpu(places)
+    try:
+        rank.up(write_qwen3(places.root / "qwen3"), "--quantization", "fp8")
+        done = rank("verify", "--parity")
+        assert done.code == 0, done.stdout + done.stderr
+    finally:
+        rank("down", "--force")
 
 
 def test_a_gpu_without_room_for_a_context_is_told_with_numbers(gpu: Gpu) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import damage
-from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
+from tests.checkpoints import llama_tensors, write_checkpoint, write_llama, write_qwen3
 from tests.cli.snapshot import Done, environment, wcache
 from tests.damage import Damage, publish_damaged
 from tests.places import Places
@@ -172,6 +172,27 @@ def test_converted_weights_are_what_a_fresh_load_converts(node: Node) -> None:
     results = node.verify("parity")
     assert one(results, "parity").result == "ok"
     assert one(results, "logits").result == "ok"
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["on load", "on disk"])
+def test_fp8_weights_and_their_scales_are_compared_and_mended(node: Node, on_disk: bool) -> None:
+    quantization = () if on_disk else ("--quantization", "fp8")
+    node.up(write_qwen3(node.places.root / "model", fp8=on_disk), "--tp", "2", *quantization)
+    weight = "model.layers.1.mlp.down_proj.weight"
+    assert one(node.verify("parity"), "parity").result == "ok"
+
+    def change(manifest: Manifest, content: torch.Tensor) -> list[str]:
+        """A scale alone: it can be had again only together with its weight."""
+        damage.storage(manifest, content, f"{weight}_scale_inv")[3] ^= 0x80
+        return [f"{weight}_scale_inv"]
+
+    publish_damaged(node.paths, change)
+    found = [d for r in node.verify("parity") for d in r.differences]
+    assert [(d.tensor, d.field) for d in found] == [(f"{weight}_scale_inv", "bytes")]
+    assert one(node.verify("repair"), "repair").result == "ok"
+    results = node.verify("parity")
+    assert one(results, "parity").result == "ok"
+    assert one(results, "logits").result == "skipped"
 
 
 def test_weights_that_an_engine_published_have_nothing_to_be_compared_with(node: Node) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wcache import fp8
 from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.config import Config
 from wcache.load.job import row_major
@@ -51,7 +52,7 @@ class Fresh:
             if target.scale is not None:
                 scale = target.scale
                 found[scale.name] = Tensor(
-                    name=scale.name, storage=storage, dtype="F32", shape=scale.shape,
+                    name=scale.name, storage=storage, dtype=fp8.SCALE_DTYPE, shape=scale.shape,
                     stride=row_major(scale.shape),
                 )  # fmt: skip
                 storage += 1

@@ -118,14 +118,15 @@ def _why_not(manifest: Manifest, folder: Path | None) -> str:
         return "transformers is not installed (pip install 'wcache[transformers]')"
     if folder is None or not folder.is_dir():
         return "there is no checkpoint on disk to make a model of"
-    slab = manifest.slabs[0]
-    if slab.kind == "host" and any(tensor.dtype.startswith("F8") for tensor in manifest.tensors):
-        return "the weights are FP8, which transformers computes with on GPUs only"
+    if any(tensor.dtype.startswith("F8") for tensor in manifest.tensors):
+        return (
+            "the weights are FP8, of which no fresh model of transformers is made to compare with"
+        )
     needed = int(manifest.weight_bytes * _SPARE)
     free = available_bytes()
-    if slab.device_uuid is not None:
+    if (uuid := manifest.slabs[0].device_uuid) is not None:
         # The fresh model comes into host memory first.
-        free = min(free, devices.gpu(slab.device_uuid).free_bytes)
+        free = min(free, devices.gpu(uuid).free_bytes)
     if needed > free:
         return f"a second copy of the model takes {size(needed)}, {size(free)} is free"
     return ""
