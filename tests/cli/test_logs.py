@@ -1,10 +1,13 @@
 """Logs of several writers, as one."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.snapshot import wcache
+from tests.cli.snapshot import environment, wcache
 from tests.places import Places
 from wcache.commands.logs import LogFile, merged
 
@@ -70,3 +73,41 @@ def test_logs_that_ranks_left_behind_are_shown(places: Places) -> None:
     loader = wcache(places, "logs", "--loader").stdout.splitlines()
     assert loader == ["loader[1] | " + line(2, "l1").decode()]
     assert "d0" not in wcache(places, "logs", "--supervisor").stdout
+
+
+def test_every_line_is_an_object_of_its_own(places: Places) -> None:
+    write(places, "draft.0.daemon.log", [line(1, "daemon[draft:0]: d0"), b"Traceback"])
+    write(places, "draft.1.loader.log", [line(2, "loader[draft:1]: l1")])
+    write(places, "draft.supervisor.log", [line(3, "supervisor[draft]: s")])
+    done = wcache(places, "logs", "--instance", "draft", "--json")
+    found = [json.loads(one) for one in done.stdout.splitlines()]
+    assert [(one["part"], one["rank"], one["message"]) for one in found] == [
+        ("daemon", 0, "d0"), ("daemon", 0, "Traceback"), ("loader", 1, "l1"),
+        ("supervisor", None, "s"),
+    ]  # fmt: skip
+    assert found[1]["time"] == found[0]["time"] == found[2]["time"] - 1
+    assert {one["instance"] for one in found} == {"draft"}
+    of_daemons = ("--instance", "draft", "--daemon", "-n", "1", "--json")
+    last = wcache(places, "logs", *of_daemons).stdout
+    # Its time is known, although the line that has it is not shown.
+    assert json.loads(last) == found[1]
+
+
+@pytest.mark.process
+def test_following_prints_each_object_as_it_comes(places: Places) -> None:
+    write(places, "wcache.0.daemon.log", [line(1, "daemon[0]: old")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wcache", "logs", "--json", "-f"], env=environment(places),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout
+        assert json.loads(process.stdout.readline())["message"] == "old"
+        with (places.root / "state/log/wcache.0.daemon.log").open("ab") as file:
+            file.write(line(2, "daemon[0]: new\n"))
+        assert json.loads(process.stdout.readline())["message"] == "new"
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()

@@ -28,6 +28,18 @@ def test_a_line_says_who_wrote_it_when_and_how_bad_it_is() -> None:
     assert told(_SYSTEMD_UNIT="wcache-load@3.service").label == "loader[3]"
 
 
+def test_a_line_knows_its_process_its_unit_and_which_start_of_it_that_was() -> None:
+    found = told(_SYSTEMD_UNIT="wcache@3.service", _PID="77", _SYSTEMD_INVOCATION_ID="ab")
+    assert (found.pid, found.unit, found.invocation) == (77, "wcache@3.service", "ab")
+    # Of what systemd says, the invocation is that of the unit and not systemd's own.
+    about = {"UNIT": "wcache@3.service", "_SYSTEMD_INVOCATION_ID": "own", "INVOCATION_ID": "cd"}
+    found = told(_SYSTEMD_UNIT="init.scope", **about)
+    assert (found.unit, found.invocation) == ("wcache@3.service", "cd")
+    user = {"USER_UNIT": "wcache@3.service", "USER_INVOCATION_ID": "ef"}
+    assert told(_SYSTEMD_UNIT="user@1.service", **user).invocation == "ef"
+    assert (told(_SYSTEMD_UNIT="wcache@3.service", _PID="x").pid, found.pid) == (None, None)
+
+
 def test_what_systemd_says_of_a_unit_is_systemds() -> None:
     assert told(_SYSTEMD_UNIT="init.scope", UNIT="wcache@3.service").label == "systemd[3]"
     user = {"_SYSTEMD_UNIT": "user@1000.service", "USER_UNIT": "wcache-load@3.service"}

@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
+import msgspec
 import typer
 
+from wcache.commands.log_entry import UNKNOWN_LEVEL, LogEntry, from_file, from_journal
 from wcache.commands.options import InstanceOption
 from wcache.errors import UsageError, WcacheError
 from wcache.output import one_line
@@ -27,6 +29,10 @@ _TIME = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 _TAIL_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 20
 _PERIOD_S = 0.25
+# Lines that a traceback may have.
+_ABOVE = 200
+
+_Log = TypeVar("_Log")
 
 
 @dataclass(slots=True)
@@ -35,6 +41,8 @@ class LogFile:
 
     label: str
     path: Path
+    context: LogEntry | None = None
+    """Whose lines these are; what time and level the last one had."""
     offset: int = 0
     inode: int = 0
     rest: bytes = field(default=b"", repr=False)
@@ -91,6 +99,7 @@ def logs(
     daemon: Annotated[bool, typer.Option("--daemon", help="Only the daemons.")] = False,
     loader: Annotated[bool, typer.Option("--loader", help="Only the loaders.")] = False,
     supervisor: Annotated[bool, typer.Option("--supervisor", help="Only the supervisor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
     """Show what daemons, loaders and the supervisor wrote.
 
@@ -105,29 +114,36 @@ def logs(
     if isinstance(keeper, SystemdSupervisor):
         asked: dict[Part, bool] = {"daemon": daemon, "loader": loader, "systemd": supervisor}
         of = [part for part, wanted in asked.items() if wanted] or list(asked)
-        _journal(keeper, chosen(paths, named), of, count=lines, follow=follow)
+        _journal(keeper, chosen(paths, named), of, count=lines, follow=follow, as_json=as_json)
         return
     if named and supervisor:
         raise UsageError("--supervisor belongs to no rank", hint="leave the ranks out")
     shown = chosen(paths, named) if named else _logged(paths)
-    parts = [part for part, asked in (("daemon", daemon), ("loader", loader)) if asked]
+    parts: list[Literal["daemon", "loader"]] = []
+    parts += ["daemon"] if daemon else []
+    parts += ["loader"] if loader else []
     if not parts and not supervisor:
         parts = ["daemon", "loader"]
     files = [
-        LogFile(f"{part}[{rank}]", paths.log_file(rank, part)) for rank in shown for part in parts
+        LogFile(f"{part}[{rank}]", paths.log_file(rank, part), _origin(paths, part, rank))
+        for rank in shown
+        for part in parts
     ]
     if supervisor or not (named or daemon or loader):
-        files.append(LogFile("supervisor", paths.supervisor_log))
+        log, origin = paths.supervisor_log, _origin(paths, "supervisor", None)
+        files.append(LogFile("supervisor", log, origin))
     if not follow and not any(file.path.exists() for file in files):
         raise WcacheError(
             f"no logs in {paths.state / 'log'}",
             hint="nothing was started here yet",
         )
-    past = merged([(file.label, file.tail(lines)) for file in files])
+    written = _as_json if as_json else _as_text
+    # A line without a time of its own belongs to one above it, which may not be shown.
+    past = written([(file, file.tail(lines + _ABOVE if lines else 0)) for file in files])
     _write(past[-lines:] if lines else [])
     while follow:
         time.sleep(_PERIOD_S)
-        _write(merged([(file.label, file.more()) for file in files]))
+        _write(written([(file, file.more()) for file in files]))
 
 
 def _journal(
@@ -137,25 +153,56 @@ def _journal(
     *,
     count: int,
     follow: bool,
+    as_json: bool,
 ) -> None:
     """What the journal has of ``ranks``."""
     width = len(f"systemd[{RankId(keeper.instance, max(ranks))}]")
     for line in keeper.log_lines(ranks, parts, count=count, follow=follow):
+        if as_json:
+            print(msgspec.json.encode(from_journal(line)).decode(), flush=follow)
+            continue
         # A message may have been written by anybody who may write to the journal.
         print(f"{line.label:<{width}} | {one_line(str(line))}", flush=follow)
+
+
+def _origin(
+    paths: InstancePaths, part: Literal["daemon", "loader", "supervisor"], rank: int | None
+) -> LogEntry:
+    """What is known of a file's lines before any is read."""
+    return LogEntry(
+        time=None, instance=paths.instance, rank=rank, part=part, level=UNKNOWN_LEVEL, message=""
+    )
+
+
+def _as_text(logs: list[tuple[LogFile, list[bytes]]]) -> list[bytes]:
+    return merged([(file.label, lines) for file, lines in logs])
+
+
+def _as_json(logs: list[tuple[LogFile, list[bytes]]]) -> list[bytes]:
+    """An object for each line, those of all files by time."""
+    found = []
+    for file, line in _by_time(logs):
+        assert file.context is not None
+        file.context = from_file(line, file.context)
+        found.append(msgspec.json.encode(file.context))
+    return found
 
 
 def merged(logs: list[tuple[str, list[bytes]]]) -> list[bytes]:
     """Lines of all logs by time, each with its label; one without a time follows its own log."""
     width = max((len(label) for label, _ in logs), default=0)
+    return [f"{label:<{width}} | ".encode() + line for label, line in _by_time(logs)]
+
+
+def _by_time(logs: list[tuple[_Log, list[bytes]]]) -> list[tuple[_Log, bytes]]:
     keyed = [
-        (when, index, f"{label:<{width}} | ".encode() + line)
-        for index, (label, lines) in enumerate(logs)
+        (when, index, log, line)
+        for index, (log, lines) in enumerate(logs)
         for when, line in _timed(lines)
     ]
     # A stable sort: lines of one file that share a time keep their order.
     keyed.sort(key=lambda one: one[:2])
-    return [line for _, _, line in keyed]
+    return [(log, line) for _, _, log, line in keyed]
 
 
 def _timed(lines: list[bytes]) -> Iterator[tuple[bytes, bytes]]:

@@ -10,7 +10,10 @@ Part = Literal["daemon", "loader", "systemd"]
 """Who writes; systemd does so about a rank's units."""
 
 LEVELS = ("EMERG", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
-FIELDS = ("MESSAGE", "PRIORITY", "_PID", "_SYSTEMD_UNIT", "_SYSTEMD_USER_UNIT", "UNIT", "USER_UNIT")
+FIELDS = (
+    "MESSAGE", "PRIORITY", "_PID", "_SYSTEMD_UNIT", "_SYSTEMD_USER_UNIT", "UNIT", "USER_UNIT",
+    "_SYSTEMD_INVOCATION_ID", "INVOCATION_ID", "USER_INVOCATION_ID",
+)  # fmt: skip
 _UNKNOWN_LEVEL = 6
 
 
@@ -25,6 +28,10 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     own_user_unit: str = msgspec.field(name="_SYSTEMD_USER_UNIT", default="")
     about: str = msgspec.field(name="UNIT", default="")
     about_user: str = msgspec.field(name="USER_UNIT", default="")
+    pid: str = msgspec.field(name="_PID", default="")
+    own_invocation: str = msgspec.field(name="_SYSTEMD_INVOCATION_ID", default="")
+    about_invocation: str = msgspec.field(name="INVOCATION_ID", default="")
+    about_user_invocation: str = msgspec.field(name="USER_INVOCATION_ID", default="")
 
 
 _DECODER = msgspec.json.Decoder(_Entry)
@@ -41,6 +48,11 @@ class LogLine:
     """As in the unit's name: ``3`` or ``NAME:3``."""
     level: str
     text: str
+    pid: int | None = None
+    """Of who wrote it; 1 for the system's manager."""
+    unit: str = ""
+    invocation: str = ""
+    """Of that start of ``unit`` (systemd.exec(5), INVOCATION_ID); empty where it was not said."""
 
     @property
     def label(self) -> str:
@@ -75,6 +87,11 @@ def log_line(data: bytes, daemon_prefix: str, loader_prefix: str) -> LogLine | N
         rank=rank.removesuffix(".service"),
         level=LEVELS[priority] if priority < len(LEVELS) else LEVELS[_UNKNOWN_LEVEL],
         text=_text(entry.message),
+        pid=int(entry.pid) if entry.pid.isdigit() else None,
+        unit=unit,
+        invocation=(
+            entry.about_invocation or entry.about_user_invocation if about else entry.own_invocation
+        ),
     )
 
 
