@@ -1,0 +1,5 @@
+"""Fixtures of the tests of whole commands."""
+
+from tests.cli.node import node
+
+__all__ = ["node"]
