@@ -5,6 +5,8 @@ import pytest
 from tests.cli.views import GIB, absent, config, progress, report, serving, unit
 from wcache.commands.rollout import Need, check_memory, decide
 from wcache.errors import ExitCode, OutOfMemoryError, TryAgainError, WcacheError
+from wcache.holdings import Holding
+from wcache.paths import RankId
 from wcache.ranks import RankView
 from wcache.state import RankState
 
@@ -103,6 +105,26 @@ def test_each_gpu_is_counted_for_itself() -> None:
         "not enough memory on GPU-b: rank 1 needs 3.0 GiB, 2.0 GiB is free"
     )
     assert "nvidia-smi" in caught.value.hint
+
+
+def test_another_instance_that_holds_the_device_is_named_with_what_it_holds() -> None:
+    others = [
+        Holding(id=RankId("draft", 0), device="GPU-a", nbytes=4 * GIB),
+        Holding(id=RankId("", 1), device="GPU-b", nbytes=9 * GIB),
+    ]
+    with pytest.raises(OutOfMemoryError) as caught:
+        check_memory(needs(3 * GIB, device="GPU-a"), {"GPU-a": 2 * GIB}, {}, others)
+    assert caught.value.message == (
+        "not enough memory on GPU-a: rank 0 needs 3.0 GiB, 2.0 GiB is free;"
+        " instance draft holds 4.0 GiB"
+    )
+    assert caught.value.hint == "wcache down --instance draft frees what that one holds"
+
+
+def test_other_instances_are_not_asked_when_there_is_room() -> None:
+    asked = iter([Holding(id=RankId("draft", 0), device="cpu", nbytes=GIB)])
+    check_memory(needs(GIB), {"cpu": GIB}, {}, asked)
+    assert len(list(asked)) == 1
 
 
 def test_old_weights_that_stand_in_the_way_are_named() -> None:

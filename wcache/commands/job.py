@@ -18,6 +18,7 @@ from wcache.commands.wanted import Args, Wanted, from_config, from_model
 from wcache.config import Config, load_config, save_config
 from wcache.errors import ConfigError, NoPermissionError, WcacheError
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
+from wcache.holdings import Others
 from wcache.memory.available import available_bytes
 from wcache.memory.descriptor import SLAB_GRANULARITY
 from wcache.memory.slab import slab_sizes
@@ -133,10 +134,10 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         # long as nothing is to be loaded: that is why this is not looked at earlier.
         if args.model is None:
             wanted = from_config(config)
-        needs = _needs(wanted.checkpoint, config, out)
+        taken = needs(wanted.checkpoint, config, out)
         rollout = decide(views, config)
         to_load = {*rollout.load, *rollout.fresh}
-        check_memory([need for need in needs if need.rank in to_load], _Free(), views)
+        check_memory([need for need in taken if need.rank in to_load], Free(), views, Others(paths))
     _warn_of_persistence(config, out)
     return Job(
         paths=paths, supervisor=supervisor, out=out, config=config, old=old, rollout=rollout,
@@ -155,14 +156,14 @@ def _wanted(args: Args, paths: InstancePaths, old: Config | None, out: Output) -
     return wanted
 
 
-def _needs(checkpoint: Checkpoint | None, config: Config, out: Output) -> list[Need]:
+def needs(checkpoint: Checkpoint | None, config: Config, out: Output) -> list[Need]:
     """What every rank of this node will take; raises when one of them can not be made."""
     if checkpoint is None:
         return []
     from wcache.load.placement import plan
 
     uuids, layout = config.memory.devices, config.ranks
-    needs = []
+    found = []
     has_fp8 = False
     for rank in layout.local_ranks():
         planned = plan(checkpoint, config, rank)
@@ -170,18 +171,18 @@ def _needs(checkpoint: Checkpoint | None, config: Config, out: Output) -> list[N
         nbytes = sum(slab_sizes(planned.total_bytes, config.memory.slab_bytes, SLAB_GRANULARITY))
         place = layout.coordinates(rank).local_rank
         if config.memory.device == "cuda":
-            needs.append(Need(rank=rank, device=uuids[place], nbytes=nbytes + LOADER_CONTEXT_BYTES))
+            found.append(Need(rank=rank, device=uuids[place], nbytes=nbytes + LOADER_CONTEXT_BYTES))
         else:
-            needs.append(Need(rank=rank, device="cpu", nbytes=nbytes))
+            found.append(Need(rank=rank, device="cpu", nbytes=nbytes))
     if config.model.quantization == "fp8" and not has_fp8:
         out.warn(
             "--quantization fp8 changes nothing: no linear layer of this model has dimensions that"
             f" are multiples of {BLOCK}"
         )
-    return needs
+    return found
 
 
-class _Free(dict[str, int]):
+class Free(dict[str, int]):
     """Free bytes by device, asked for when they are needed."""
 
     def __missing__(self, device: str) -> int:

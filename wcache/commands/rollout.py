@@ -7,6 +7,7 @@ from wcache.config import Config
 from wcache.devices import CONTEXT_BYTES
 from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
+from wcache.holdings import Holding, held_words
 from wcache.ranks import RankView, brief, holders, rank_words
 from wcache.units import size
 
@@ -106,9 +107,15 @@ class Need:
 
 
 def check_memory(
-    needs: Iterable[Need], free: Mapping[str, int], views: Mapping[int, RankView]
+    needs: Iterable[Need],
+    free: Mapping[str, int],
+    views: Mapping[int, RankView],
+    others: Iterable[Holding] = (),
 ) -> None:
-    """Raises :class:`OutOfMemoryError` for the first device that has too little. Pure."""
+    """Raises :class:`OutOfMemoryError` for the first device that has too little. Pure.
+
+    ``others`` is what other instances hold; it is looked at when there is something to explain.
+    """
     by_device: dict[str, list[Need]] = {}
     for need in needs:
         by_device.setdefault(need.device, []).append(need)
@@ -119,22 +126,27 @@ def check_memory(
         ranks = [part.rank for part in parts]
         held = sum(views[rank].held_bytes for rank in ranks if rank in views)
         place = "memory" if device == "cpu" else f"memory on {device}"
+        there = [holding for holding in others if holding.device == device]
+        words = f"; {held_words(there)}" if there else ""
         raise OutOfMemoryError(
             f"not enough {place}: {rank_words(ranks)} {'needs' if len(ranks) == 1 else 'need'}"
-            f" {size(total)}, {size(free[device])} is free",
-            hint=_memory_hint(device, held),
+            f" {size(total)}, {size(free[device])} is free{words}",
+            hint=_memory_hint(device, held, there),
         )
 
 
-def _memory_hint(device: str, held: int) -> str:
+def _memory_hint(device: str, held: int, others: list[Holding]) -> str:
     if held:
         return (
             f"{size(held)} of old weights stay until the new ones are in; wcache down frees them"
             " first, and no engine can attach until wcache up is done"
         )
+    if others:
+        name = max(others, key=lambda holding: holding.nbytes).id.instance
+        return f"wcache down{f' --instance {name}' if name else ''} frees what that one holds"
     if device == "cpu":
         return "stop what uses the memory, or spread the ranks with --nnodes"
     return (
-        "nvidia-smi shows who uses it; memory without a process is held by another wcache"
-        " instance: wcache status --instance NAME"
+        "nvidia-smi shows who uses it; memory without a process is held by descriptors, of a wcache"
+        " in another run folder, say"
     )

@@ -6,7 +6,7 @@ import typer
 
 from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption, parse_size
-from wcache.commands.overview import collect, tables
+from wcache.commands.overview import collect, problem_lines, tables
 from wcache.config import Device, DType, Loader, Quantization
 from wcache.errors import ExitCode, NotReadyError
 from wcache.output import Output
@@ -126,6 +126,10 @@ def up(
     out.data(found, *tables(found))
     for rank, reason in failures.items():
         out.error(f"rank {rank}: {reason}")
+    if not failures:
+        # Weights that are there may still be kept by nobody.
+        for problem in problem_lines(found):
+            out.warn(problem)
     if failures:
         out.hint(f"wcache logs {next(iter(failures))} shows more; ranks that are ready stay ready")
         raise typer.Exit(ExitCode.FAILED)
