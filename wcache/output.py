@@ -56,6 +56,16 @@ class Output:
         """One line that says what failed, where a command goes on after it."""
         print(f"error: {text}", file=sys.stderr, flush=True)
 
+    @staticmethod
+    def can_ask() -> bool:
+        """True when there is somebody at a terminal."""
+        return sys.stdin.isatty() and sys.stderr.isatty()
+
+    def ask(self, question: str) -> bool:
+        """True for a yes; the question goes to stderr, also when quiet."""
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
     def hint(self, text: str) -> None:
         """What to do about the errors before it."""
         print(f"hint: {text}", file=sys.stderr, flush=True)

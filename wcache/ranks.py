@@ -79,6 +79,22 @@ class RankView:
             return 0
         return max(0, self.report.expected_fds - self.unit.stored_fds)
 
+    @property
+    def larger_store(self) -> str:
+        """How to make a store larger that drops descriptors; empty when it is large enough.
+
+        systemd drops what is beyond the number in silence (systemd.service(5)).
+        """
+        if self.report is None or self.unit is None or self.unit.max_fds is None:
+            return ""
+        needed = self.report.expected_fds
+        if self.unit.max_fds >= needed:
+            return ""
+        return (
+            f"set FileDescriptorStoreMax={needed} or more, it is {self.unit.max_fds}"
+            " (systemctl edit wcache@.service), then wcache restart stores them again"
+        )
+
 
 def ask(paths: RankPaths) -> Report | None:
     """The daemon's report, or None when there is no daemon.

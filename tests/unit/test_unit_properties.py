@@ -133,3 +133,18 @@ def test_a_unit_that_can_not_run_is_told_with_its_remedy(
     load_state: str, said: tuple[str, str] | None
 ) -> None:
     assert unusable(unit(load_state=load_state)) == said
+
+
+def test_a_unit_that_was_started_too_often_is_told_with_its_remedy() -> None:
+    limited = unit(active_state="failed", result="start-limit-hit", ending=Ending(code=1))
+    report = unit_report(0, limited, UnitProperties(id="wcache-load@0.service"))
+    assert report.state == "failed"
+    assert "start limit" in report.fault
+    assert "systemctl reset-failed wcache@0.service" in report.mend
+
+
+def test_the_size_of_the_store_is_that_of_a_daemon_that_runs() -> None:
+    found = parse(SHOWN.replace("NRestarts=2", "FileDescriptorStoreMax=9"))["wcache@0.service"]
+    loader = UnitProperties(id="wcache-load@0.service")
+    assert unit_report(0, found, loader).max_fds == 9
+    assert unit_report(0, unit(max_fds=9), loader).max_fds is None

@@ -1,16 +1,28 @@
 """``wcache restart``: restarts daemons and keeps the weights."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
+from wcache.commands.changed import Change, change_of
 from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
-from wcache.errors import ConfigError, NoSuchRankError, NotReadyError, WcacheError
+from wcache.config import Config
+from wcache.control import Control
+from wcache.errors import (
+    ConfigError,
+    ExitCode,
+    NoSuchRankError,
+    NotReadyError,
+    UsageError,
+    WcacheError,
+)
 from wcache.output import Output
 from wcache.paths import InstancePaths
+from wcache.protocol import StoreAgain, Stored
 from wcache.ranks import RankView, chosen, rank_words, read_config, select, view
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size
@@ -28,12 +40,16 @@ def restart(
     force: Annotated[
         bool, typer.Option("--force", help="Also when the weights would be lost.")
     ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Also when other weights would be loaded.")
+    ] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Restart daemons and keep the weights. Engines go on; nothing is read from disk.
 
     Refused when the supervisor does not keep all of a rank's descriptors, since its weights would
-    be lost then.
+    be lost then. Where the configuration was changed under a running rank, a restart loads what it
+    wants now beside the old weights: what differs is said, and asked first.
     """
     from wcache.supervise import supervisor_for
 
@@ -41,21 +57,67 @@ def restart(
     paths, named = select(instance, ranks or [])
     wanted = chosen(paths, named)
     supervisor = supervisor_for(paths.instance)
-    try:
-        read_config(paths)
-    except ConfigError as error:
-        for problem in error.problems or (error.message,):
-            out.warn(problem)
-        out.warn("the daemons go on with the last good configuration")
+    config = _config(paths, out)
     with hold(paths, "wcache restart"):
         before = _taken_over(view(paths, wanted, supervisor), paths, supervisor)
+        before = _stored_again(before, paths, supervisor)
         _check(before, named=bool(named), force=force)
         up = {rank: one for rank, one in before.items() if one.is_up}
+        change = change_of(paths, up, config, out) if config else None
+        if change is not None:
+            _consent(change, out, yes=yes)
         held = sum(one.held_bytes for one in up.values())
         out.say(f"restarting {rank_words(up)}, {size(held)} of weights are kept")
         begun = time.monotonic()
         supervisor.restart(up)
         _wait(paths, up, supervisor, begun, timeout, out)
+        if change is not None and config is not None:
+            _follow(change, config, paths, up, supervisor, out)
+
+
+def _config(paths: InstancePaths, out: Output) -> Config | None:
+    """None where there is none that can be used, which is said."""
+    try:
+        return read_config(paths)
+    except ConfigError as error:
+        for problem in error.problems or (error.message,):
+            out.warn(problem)
+        out.warn("the daemons go on with the last good configuration")
+        return None
+
+
+def _consent(change: Change, out: Output, *, yes: bool) -> None:
+    """Says what is going to be loaded; raises :class:`WcacheError` unless it is wanted."""
+    if not yes and not out.can_ask():
+        raise UsageError(
+            f"the configuration was changed, and a restart would load other weights:"
+            f" {'; '.join(change.lines)}; {change.outlook}",
+            hint="--yes does it; to keep these weights, put the configuration back first",
+        )
+    for line in change.lines:
+        out.warn(f"the configuration was changed: {line}")
+    out.warn(change.outlook)
+    if not yes and not out.ask("load the other weights?"):
+        raise WcacheError("nothing was restarted")
+
+
+def _follow(
+    change: Change,
+    config: Config,
+    paths: InstancePaths,
+    before: Mapping[int, RankView],
+    supervisor: Supervisor,
+    out: Output,
+) -> None:
+    """Until the changed weights are served; a load that fails leaves the old ones."""
+    from wcache.commands.follow import follow
+
+    failures = follow(paths, config, supervisor, before, change.ranks, timeout_s=None, out=out)
+    for rank, reason in failures.items():
+        out.error(f"rank {rank}: {reason}")
+    if failures:
+        out.hint("the old weights are served on: mend the configuration, then wcache up")
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _taken_over(
@@ -79,6 +141,19 @@ def _taken_over(
         time.sleep(_PERIOD_S)
 
 
+def _stored_again(
+    found: dict[int, RankView], paths: InstancePaths, supervisor: Supervisor
+) -> dict[int, RankView]:
+    """Has descriptors stored again that a supervisor's store had no room for, and may have now."""
+    short = [rank for rank, one in found.items() if one.missing_fds and one.report]
+    for rank in short:
+        # Whether it helped is seen by what is stored.
+        with contextlib.suppress(WcacheError, OSError):
+            with Control.connect(paths.rank(rank), "operator") as control:
+                control.request(StoreAgain(), Stored)
+    return view(paths, found, supervisor) if short else found
+
+
 def _check(before: Mapping[int, RankView], *, named: bool, force: bool) -> None:
     down = [rank for rank, one in before.items() if not one.is_up]
     if down and (named or len(down) == len(before)):
@@ -91,7 +166,8 @@ def _check(before: Mapping[int, RankView], *, named: bool, force: bool) -> None:
             raise WcacheError(
                 f"rank {rank} would lose its weights: the supervisor keeps {one.unit.stored_fds}"
                 f" of {one.report.expected_fds} descriptors",
-                hint="wcache logs --supervisor says why; --force restarts it nevertheless",
+                hint=f"{one.larger_store or 'wcache logs --supervisor says why'};"
+                " --force restarts it nevertheless",
             )
 
 

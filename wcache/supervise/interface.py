@@ -27,6 +27,12 @@ class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
     loader: LoaderState = "inactive"
     loader_pid: int = 0
     loader_result: str = ""
+    fault: str = ""
+    """Why it could not be started again, whatever it does now; empty when it could."""
+    mend: str = ""
+    """The command against ``fault``."""
+    max_fds: int | None = None
+    """How many descriptors may be stored; None where no number is set, and without a daemon."""
 
 
 class Supervisor(Protocol):

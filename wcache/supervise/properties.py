@@ -11,7 +11,7 @@ from wcache.supervise.spawn import Ending
 NAMES = (
     "Id", "LoadState", "ActiveState", "SubState", "Result", "StatusText", "MainPID", "NRestarts",
     "NFileDescriptorStore", "ExecMainCode", "ExecMainStatus", "StateChangeTimestampMonotonic",
-    "Job", "UnitFileState",
+    "Job", "UnitFileState", "FileDescriptorStoreMax",
 )  # fmt: skip
 
 _STATES: dict[str, UnitState] = {
@@ -28,6 +28,7 @@ _RESULTS = {
     "oom-kill": "out of memory",
     "start-limit-hit": "start limit hit",
 }
+START_LIMIT = "start-limit-hit"
 
 _UNKNOWN = Ending()
 
@@ -46,6 +47,7 @@ class UnitProperties:
     main_pid: int = 0
     restarts: int = 0
     stored_fds: int = 0
+    max_fds: int = 0
     ending: Ending = _UNKNOWN
     """Of the last main process."""
     changed_us: int = 0
@@ -109,6 +111,7 @@ def _properties(said: dict[str, str]) -> UnitProperties:
         main_pid=_number(said.get("MainPID")),
         restarts=_number(said.get("NRestarts")),
         stored_fds=_number(said.get("NFileDescriptorStore")),
+        max_fds=_number(said.get("FileDescriptorStoreMax")),
         ending=_ending(_number(said.get("ExecMainCode")), _number(said.get("ExecMainStatus"))),
         changed_us=_number(said.get("StateChangeTimestampMonotonic")),
         has_job=said.get("Job", "") not in ("", "0"),
@@ -133,6 +136,7 @@ def unit_report(rank: int, daemon: UnitProperties, loader: UnitProperties) -> Un
     since = 0.0
     if daemon.changed_us:
         since = time.time() - (time.monotonic() - daemon.changed_us / 1e6)
+    fault, mend = unusable(daemon) or ("", "")
     return UnitReport(
         rank=rank,
         state=daemon.state,
@@ -145,12 +149,18 @@ def unit_report(rank: int, daemon: UnitProperties, loader: UnitProperties) -> Un
         loader=loader.loader_state,
         loader_pid=loader.main_pid,
         loader_result=loader.ended if loader.loader_state == "failed" else "",
+        fault=fault,
+        mend=mend,
+        max_fds=daemon.max_fds if daemon.main_pid else None,
     )
 
 
 def unusable(unit: UnitProperties) -> tuple[str, str] | None:
     """Why systemd can not run ``unit``, and what to do about it; None when it can."""
     match unit.load_state:
+        case "loaded" if unit.result == START_LIMIT:
+            said = f"{unit.id} was started too often and is not started any more (start limit)"
+            return said, f"wcache up starts it again, systemctl reset-failed {unit.id} allows it"
         case "loaded":
             return None
         case "masked":

@@ -13,7 +13,14 @@ from wcache.errors import NoPermissionError, TryAgainError, UsageError, WcacheEr
 from wcache.paths import RankId, config_folder, run_folder
 from wcache.supervise.interface import UnitReport
 from wcache.supervise.journal import FIELDS, LogLine, Part, log_line
-from wcache.supervise.properties import NAMES, UnitProperties, parse, unit_report, unusable
+from wcache.supervise.properties import (
+    NAMES,
+    START_LIMIT,
+    UnitProperties,
+    parse,
+    unit_report,
+    unusable,
+)
 from wcache.supervise.spawn import clean_environment
 
 Manager = Literal["system", "user"]
@@ -107,8 +114,15 @@ class SystemdSupervisor:
         }
 
     def start(self, ranks: Iterable[int]) -> None:
-        """The daemon's unit wants the loader's."""
-        self._begin("start", [self._daemon(rank) for rank in ranks])
+        """The daemon's unit wants the loader's.
+
+        A start limit is for what starts by itself: a command that was given counts anew.
+        """
+        units = [self._daemon(rank) for rank in ranks]
+        limited = [unit.id for unit in self._show(units).values() if unit.result == START_LIMIT]
+        if limited:
+            self._do("reset-failed", *limited)
+        self._begin("start", units)
 
     def load(self, ranks: Iterable[int]) -> None:
         """Restarts the loaders, for a start would be nothing to one that is about to end."""
@@ -280,7 +294,7 @@ def _environment() -> dict[str, str]:
 def _failure(stderr: str) -> WcacheError:
     said = next((line.strip() for line in stderr.splitlines() if line.strip()), "it said nothing")
     if any(word in stderr.lower() for word in _DENIED):
-        return NoPermissionError(f"systemd refuses: {said}", hint="use sudo")
+        return NoPermissionError(f"systemd refuses: {said}")
     return WcacheError(f"systemd refuses: {said}")
 
 
