@@ -84,6 +84,26 @@ def test_a_store_that_dropped_descriptors_is_a_problem() -> None:
     )
 
 
+def test_a_store_that_is_too_small_is_said_with_its_size() -> None:
+    small = unit(0, stored_fds=2, max_fds=2)
+    (line,) = problem_lines(status(RankView(rank=0, report=serving(0, of=A).report, unit=small)))
+    assert line == (
+        "rank 0: the supervisor keeps 2 of 3 descriptors: a restart would lose the weights: set"
+        " FileDescriptorStoreMax=3 or more, it is 2 (systemctl edit wcache@.service), then wcache"
+        " restart stores them again"
+    )
+    found = status(RankView(rank=0, report=serving(0, of=A).report, unit=small))
+    assert found.exit_code == ExitCode.FAILED
+
+
+def test_a_unit_that_can_not_be_started_again_is_said_of_a_rank_that_serves() -> None:
+    masked = unit(0, stored_fds=3, fault="wcache@0.service is masked", mend="systemctl unmask x")
+    found = status(RankView(rank=0, report=serving(0, of=A).report, unit=masked))
+    assert problem_lines(found) == ["rank 0: wcache@0.service is masked: systemctl unmask x"]
+    limited = unit(0, state="failed", result="start limit hit", fault="too often", mend="wcache up")
+    assert problem_lines(status(RankView(rank=0, unit=limited))) == ["rank 0: too often: wcache up"]
+
+
 def test_a_restart_that_would_lose_the_weights_is_refused() -> None:
     one = RankView(rank=0, report=serving(0, of=A).report, unit=unit(0, stored_fds=1))
     with pytest.raises(WcacheError, match="1 of 3 descriptors"):
@@ -134,7 +154,7 @@ def test_the_document_reads_back() -> None:
 def test_leases_have_a_table_of_their_own() -> None:
     lease = LeaseStatus(rank=0, pid=0, uid=7, command="serve\n--port 1", generation=3, since=1000.0)
     found = msgspec.structs.replace(status(serving(0, of=A)), leases=(lease,))
-    _, table = tables(found, now=1180.0)
+    _, table, _ = tables(found, now=1180.0)
     assert table.lines() == [
         "LEASE OF RANK  GEN  PID  UID  SINCE  COMMAND",
         "0                3    -    7  3 min  serve --port 1",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 import wcache
+from wcache.commands import gpu_memory
+from wcache.commands.gpu_memory import GpuStatus
 from wcache.config import Config
 from wcache.errors import ConfigError, ExitCode, NoPermissionError, WcacheError
 from wcache.fingerprint import Difference, Fingerprint
@@ -77,6 +79,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Every rank of the configuration is ready with the weights that it wants."""
     ranks: tuple[RankStatus, ...]
     leases: tuple[LeaseStatus, ...]
+    gpus: tuple[GpuStatus, ...] = ()
+    """That hold weights of the instance, or are to; none where weights are in host memory."""
     problems: tuple[str, ...]
     """Of the instance; each rank has its own."""
 
@@ -139,6 +143,7 @@ def collect(
             for rank, one in views.items()
             for lease in one.leases
         ),
+        gpus=gpu_memory.gpus_of(instance, views, config),
         problems=tuple(problems),
     )
 
@@ -202,9 +207,11 @@ def _problems(one: RankView, wanted: bool) -> Iterable[str]:
         if report.differences:
             fields = "; ".join(map(brief, report.differences))
             yield f"serves other weights than the configuration wants: {fields}"
-    elif unit is not None and unit.state in ("failed", "restarting"):
+    elif unit is not None and unit.state in ("failed", "restarting") and not unit.fault:
         how = f"the daemon ended with {unit.result}" if unit.result else "the daemon failed"
         yield f"{how}: {unit.status}" if unit.status else how
+    if unit is not None and unit.fault:
+        yield f"{unit.fault}: {unit.mend}"
     if unit is not None and unit.loader == "failed" and one.serving is None:
         yield (
             f"the loader failed: {unit.loader_result}"
@@ -219,14 +226,20 @@ def _problems(one: RankView, wanted: bool) -> Iterable[str]:
     elif one.missing_fds and report is not None and unit is not None:
         yield (
             f"the supervisor keeps {unit.stored_fds} of {report.expected_fds} descriptors:"
-            " a restart would lose the weights"
+            f" a restart would lose the weights{_store_hint(one)}"
         )
     if not wanted and one.is_up:
         yield "is up and not part of the configuration"
 
 
+def _store_hint(one: RankView) -> str:
+    """What to do about a store that is too small, where that is why descriptors are missing."""
+    command = one.larger_store
+    return f": {command}" if command else ""
+
+
 def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:
-    """The ranks, and then the leases where there are any."""
+    """The ranks, and then the leases and the GPUs where there are any."""
     now = time.time() if now is None else now
     ranks = Table("RANK", "STATE", ">GEN", "HOW", ">WEIGHTS", ">TENSORS", ">LEASES", ">UP",
                   ">PID", ">RESTARTS", ">FDS", "STATUS")  # fmt: skip
@@ -256,7 +269,7 @@ def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:
             duration(now - lease.since),
             lease.command,
         )
-    return ranks, leases
+    return ranks, leases, gpu_memory.table(status.gpus)
 
 
 def _fds(row: RankStatus) -> str | None:

@@ -2,6 +2,7 @@
 
 import typer
 
+from wcache.commands import gpu_memory
 from wcache.commands.options import InstanceOption, JsonOption, RankArguments
 from wcache.commands.overview import collect, problem_lines, tables
 from wcache.output import Output
@@ -26,6 +27,8 @@ def status(
     out.data(found, *tables(found))
     if not as_json:
         out.say(found.headline)
+        if note := gpu_memory.note(found.gpus):
+            out.say(note)
         for problem in problem_lines(found):
             out.warn(problem)
     raise typer.Exit(found.exit_code)
