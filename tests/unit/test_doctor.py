@@ -294,10 +294,18 @@ def test_a_daemon_that_is_silent_failed_or_old_is_named(evidence: Make) -> None:
     assert only(ranks.check_ranks, evidence(views=silent)).mend == "wcache restart 0"
     failed = {0: RankView(rank=0, unit=unit(state="failed", status="no such file"))}
     assert "no such file" in only(ranks.check_ranks, evidence(views=failed)).detail
+    masked = evidence(views=up(fault="it is masked", mend="systemctl unmask it"))
+    assert only(ranks.check_ranks, masked).mend == "systemctl unmask it"
     old = evidence(views=up(told=report(version="0.0.1")))
     assert "runs wcache 0.0.1" in only(ranks.check_ranks, old).detail
     troubled = evidence(views=up(told=report(problems=("bad file",))))
     assert only(ranks.check_ranks, troubled).result == "fail"
+
+
+def test_a_unit_that_wants_the_socket_of_a_daemon_it_has_not_is_named(evidence: Make) -> None:
+    finding = only(ranks.check_ranks, evidence(views=up(), rivals=(0,)))
+    assert finding.result == "fail"
+    assert finding.mend.startswith("systemctl stop wcache@0.service ")
 
 
 def test_ranks_that_can_not_be_asked_are_a_fault(evidence: Make) -> None:
@@ -313,6 +321,9 @@ def test_descriptors_that_the_supervisor_does_not_keep_are_a_fault(evidence: Mak
     finding = only(ranks.check_descriptors, bad)
     assert finding.result == "fail"
     assert "systemd keeps 1 of 3" in finding.detail
+    assert finding.mend == "wcache restart 0"
+    small = evidence(views=up(told=told, stored_fds=1, max_fds=1), supervisor="systemd")
+    assert "FileDescriptorStoreMax=3" in only(ranks.check_descriptors, small).mend
 
 
 def test_descriptors_of_a_rank_that_is_gone_are_leftovers(evidence: Make) -> None:

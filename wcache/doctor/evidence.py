@@ -17,7 +17,7 @@ from wcache.paths import InstancePaths
 from wcache.ranks import RankView, known_ranks, read_config, view
 from wcache.supervise.interface import Supervisor
 from wcache.supervise.record import RECORD_NAME, load_ranks
-from wcache.supervise.systemd import SystemdSupervisor
+from wcache.supervise.systemd import SystemdSupervisor, manager_here, units_installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,8 @@ class Evidence:
     """Configurations of the other instances, by name; empty for the default one."""
     supervisor: Literal["direct", "systemd"] = "direct"
     views: Mapping[int, RankView] = field(default_factory=dict)
+    rivals: tuple[int, ...] = ()
+    """Ranks that wcache's own supervisor keeps and whose units systemd starts all the same."""
     silence: str = ""
     """Why ranks or supervisor could not be asked; empty when they could."""
     gpus: tuple[Gpu, ...] = ()
@@ -147,6 +149,7 @@ def gather(
         others=_others(instance),
         supervisor=supervisor.kind,
         views=views,
+        rivals=_rivals(instance.instance, views) if supervisor.kind == "direct" else (),
         silence=silence,
         gpus=gpus,
         driver=driver,
@@ -160,6 +163,18 @@ def _daemons_alone(instance: InstancePaths, ranks: list[int]) -> dict[int, RankV
         return view(instance, ranks, None)
     except WcacheError:  # of the same kind as the first, which is told
         return {}
+
+
+def _rivals(instance: str, views: Mapping[int, RankView]) -> tuple[int, ...]:
+    manager = manager_here()
+    if manager is None or not units_installed(manager):
+        return ()
+    try:
+        units = SystemdSupervisor(instance, manager).show(views)
+    except WcacheError:  # systemd has a check of its own
+        return ()
+    at_work = ("starting", "restarting")
+    return tuple(rank for rank, one in views.items() if one.report and units[rank].state in at_work)
 
 
 def _others(instance: InstancePaths) -> dict[str, Config]:

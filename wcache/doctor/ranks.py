@@ -13,6 +13,7 @@ from wcache.errors import WcacheError
 from wcache.output import counted
 from wcache.paths import RankId, RankPaths
 from wcache.ranks import RankView, found_on_disk
+from wcache.supervise.systemd import DAEMON
 from wcache.units import size
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -23,7 +24,7 @@ def check_ranks(evidence: Evidence) -> Iterator[Finding]:
     """Daemons that do not answer, or are of another version than this command."""
     if evidence.silence:
         yield fail("ranks", f"can not be asked: {evidence.silence}", "sudo wcache doctor")
-    found = list(_silent(evidence))
+    found = [*_silent(evidence), *_rivals(evidence)]
     yield from found
     up = sum(one.report is not None for one in evidence.views.values())
     if not found and not evidence.silence:
@@ -43,7 +44,7 @@ def check_descriptors(evidence: Evidence) -> Iterator[Finding]:
                     "descriptors",
                     f"{_keeper(evidence)} keeps {one.unit.stored_fds} of"
                     f" {one.report.expected_fds} of rank {name}: a restart would lose its weights",
-                    _mend_missing(evidence, name),
+                    _mend_missing(one, name),
                 )
             )
         elif one.unit and one.unit.stored_fds and not one.is_up:
@@ -73,6 +74,8 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
             yield fail(
                 "ranks", f"rank {name}: {'; '.join(one.report.problems)}", f"wcache logs {name}"
             )
+        elif one.unit and one.unit.fault:
+            yield fail("ranks", f"rank {name}: {one.unit.fault}", one.unit.mend)
         elif one.unit and one.unit.state == "failed":
             why = one.unit.status or one.unit.result or "the daemon failed"
             yield fail("ranks", f"rank {name} has failed: {why}", f"wcache logs {name}")
@@ -82,6 +85,18 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
                 f"rank {name} runs wcache {one.report.version}, installed is {wcache.__version__}",
                 f"wcache restart {name}",
             )
+
+
+def _rivals(evidence: Evidence) -> Iterator[Finding]:
+    """Units that are tried over and over beside a daemon that has their socket (exit 75)."""
+    for rank in evidence.rivals:
+        unit = f"{DAEMON}{_name(evidence, rank)}.service"
+        command = evidence.manager.systemctl
+        yield fail(
+            "ranks",
+            f"{unit} can not start: a daemon of wcache's own supervisor serves that rank",
+            f"{command} stop {unit} leaves it there; wcache down, then wcache up moves it over",
+        )
 
 
 def _unwanted(evidence: Evidence) -> Iterator[Finding]:
@@ -163,10 +178,9 @@ def _wrong_ready(paths: RankPaths, one: RankView) -> Iterator[Finding]:
         )
 
 
-def _mend_missing(evidence: Evidence, name: str) -> str:
-    if evidence.supervisor == "direct":
-        return f"wcache restart {name}"  # which has them handed over anew before anything ends
-    return "FileDescriptorStoreMax= of the unit is too small: see wcache logs " + name
+def _mend_missing(one: RankView, name: str) -> str:
+    # Which has them handed over anew before anything ends.
+    return one.larger_store or f"wcache restart {name}"
 
 
 def _keeper(evidence: Evidence) -> str:

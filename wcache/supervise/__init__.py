@@ -1,23 +1,29 @@
 """Keeps ranks up and their descriptors alive: systemd or wcache's own, and who is asked for one."""
 
 import socket
+from pathlib import Path
 
 from wcache.paths import InstancePaths
 from wcache.supervise.direct import DirectSupervisor
 from wcache.supervise.interface import Supervisor
-from wcache.supervise.systemd import SystemdSupervisor, manager_here, units_installed
+from wcache.supervise.record import RECORD_NAME, load_ranks
+from wcache.supervise.systemd import DAEMON, SystemdSupervisor, manager_here, units_installed
+from wcache.wire import peer_credentials
 
-__all__ = ["supervisor_for", "units_missing"]
+__all__ = ["orphans", "supervisor_for", "units_missing"]
 
 
 def supervisor_for(instance: str) -> Supervisor:
     """The supervisor of ``instance`` on this machine; this is the one place that decides.
 
     Where systemd runs and has wcache's units it is systemd, except for ranks that wcache's own
-    supervisor keeps at this moment: a second daemon could not have their sockets.
+    supervisor keeps, or left behind when it was killed: a second daemon could not have their
+    sockets, and a supervisor of the same kind takes them over with their weights.
     """
     manager = manager_here()
-    if manager is None or not units_installed(manager) or _direct_runs(instance):
+    if manager is None or not units_installed(manager):
+        return DirectSupervisor(instance)
+    if _direct_runs(instance) or orphans(InstancePaths.of(instance)):
         return DirectSupervisor(instance)
     return SystemdSupervisor(instance, manager)
 
@@ -26,6 +32,27 @@ def units_missing() -> bool:
     """True when systemd runs here and could keep ranks, if it had wcache's units."""
     manager = manager_here()
     return manager is not None and not units_installed(manager)
+
+
+def orphans(instance: InstancePaths) -> list[int]:
+    """Ranks of a supervisor of wcache's own whose daemons outlived it."""
+    recorded = load_ranks(instance.supervisor_folder / RECORD_NAME)
+    return [rank for rank in recorded if _is_orphan(instance.rank(rank).socket)]
+
+
+def _is_orphan(path: Path) -> bool:
+    """True when a process listens on a rank's socket that is of no unit of wcache's.
+
+    The record may be older than the rank's unit, whose control group then has the process.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+            pid = peer_credentials(probe).pid
+            group = Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            return False  # nobody listens, or not for us
+    return f"/{DAEMON}" not in group
 
 
 def _direct_runs(instance: str) -> bool:
