@@ -1,6 +1,8 @@
 """The ``wcache`` command: registers :mod:`wcache.commands`, and turns errors into exit codes."""
 
+import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,30 +11,19 @@ import typer
 import typer.main
 
 import wcache
-from wcache.commands.doctor import doctor
-from wcache.commands.down import down
-from wcache.commands.install import install
-from wcache.commands.logs import logs
-from wcache.commands.restart import restart
-from wcache.commands.run import run as run_command
-from wcache.commands.status import status
-from wcache.commands.supervise import supervise
-from wcache.commands.uninstall import uninstall
-from wcache.commands.up import up
-from wcache.commands.verify import verify
 from wcache.errors import ConfigError, ExitCode, WcacheError
 
 INTERRUPTED = 130
+# Which say what the call is about (wcache.paths).
+_FOLDERS = ("WCACHE_RUN_DIR", "WCACHE_CONFIG_DIR", "WCACHE_STATE_DIR")
 
-app = typer.Typer(
-    name="wcache",
-    add_completion=False,
-    no_args_is_help=True,
-    # Plain help and plain usage errors: the same text on a terminal, in a log and in a test, and
-    # rich is not imported for it.
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+# In the order of the help; each is the function of that name in its module.
+COMMANDS = (
+    "up", "status", "verify", "restart", "down", "logs", "doctor", "install", "uninstall",
+    "supervise", "run",
+)  # fmt: skip
+# What follows the engine's name is the engine's.
+_SETTINGS = {"run": {"allow_interspersed_args": False}}
 
 
 def _version(wanted: bool) -> None:
@@ -41,7 +32,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _wcache(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -54,28 +44,37 @@ def _wcache(
     """
 
 
-_COMMANDS = (
-    up, status, verify, restart, down, logs, doctor, install, uninstall, supervise,
-)  # fmt: skip
-for _command in _COMMANDS:
-    app.command()(_command)
-# What follows the engine's name is the engine's.
-app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
+def _app(arguments: Sequence[str]) -> typer.Typer:
+    """With the command that is called alone, or with all where that is not known yet.
 
-
-def main() -> None:
-    """The console script."""
-    sys.exit(run())
+    What a command needs takes longer to import than most commands to run.
+    """
+    app = typer.Typer(
+        name="wcache",
+        add_completion=False,
+        no_args_is_help=True,
+        # Plain help and plain usage errors: the same text on a terminal, in a log and in a test,
+        # and rich is not imported for it.
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_wcache)
+    called = arguments[0] if arguments else ""
+    for name in (called,) if called in COMMANDS else COMMANDS:
+        module = importlib.import_module(f"wcache.commands.{name}")
+        app.command(name, context_settings=_SETTINGS.get(name))(getattr(module, name))
+    return app
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns its exit code. A bug leaves as a traceback."""
-    command = typer.main.get_command(app)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = typer.main.get_command(_app(words))
     try:
-        command.main(list(sys.argv[1:] if arguments is None else arguments), prog_name="wcache")
+        command.main(words, prog_name="wcache")
         sys.stdout.flush()
     except WcacheError as error:
-        _report(error)
+        _report(error, words)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -92,12 +91,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def _report(error: WcacheError) -> None:
+def _report(error: WcacheError, words: Sequence[str]) -> None:
     problems = error.problems if isinstance(error, ConfigError) else ()
     for line in problems or (error.message,):
         print(f"error: {line}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
+    if error.exit_code is ExitCode.NO_PERMISSION and os.geteuid():
+        print(f"hint: as root: {_with_sudo(words)}", file=sys.stderr)
+
+
+def _with_sudo(words: Sequence[str]) -> str:
+    """This call for root: sudo has neither our PATH nor our variables."""
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name in _FOLDERS]
+    return shlex.join(["sudo", *variables, sys.executable, "-P", "-m", "wcache", *words])
 
 
 def _reader_gone() -> int:
