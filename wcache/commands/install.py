@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wcache.commands.options import QuietOption
-from wcache.errors import ExitCode, WcacheError
+from wcache.errors import ExitCode, NoPermissionError, WcacheError
 from wcache.install import Change, Planned, Target, plan, version_below
 from wcache.install import install as install_files
 from wcache.interpreter import needed_paths, needs_pythonpath, problems
@@ -41,6 +41,12 @@ def install(
     does not change it.
     """
     out = Output(quiet=quiet)
+    if not user and root is None and not dry_run and os.geteuid():
+        # Before anything: files that are as they should be would hide it until the group is made.
+        raise NoPermissionError(
+            "units of the system are put in place by root",
+            hint="wcache install --user has those of your own manager",
+        )
     target = chosen_target(user=user, root=root)
     planned = plan(target, python=sys.executable, systemd_version=_version(root))
     changed = False
