@@ -80,20 +80,24 @@ class RankView:
         return max(0, self.report.expected_fds - self.unit.stored_fds)
 
     @property
-    def larger_store(self) -> str:
-        """How to make a store larger that drops descriptors; empty when it is large enough.
+    def mend_store(self) -> str:
+        """What has missing descriptors stored; empty when none are missing.
 
-        systemd drops what is beyond the number in silence (systemd.service(5)).
+        systemd drops what is beyond FileDescriptorStoreMax= in silence (systemd.service(5)), and
+        the whole store of a unit that is masked while it runs (measured with 252).
         """
-        if self.report is None or self.unit is None or self.unit.max_fds is None:
+        if not self.missing_fds or self.report is None or self.unit is None:
             return ""
-        needed = self.report.expected_fds
-        if self.unit.max_fds >= needed:
-            return ""
-        return (
-            f"set FileDescriptorStoreMax={needed} or more, it is {self.unit.max_fds}"
-            " (systemctl edit wcache@.service), then wcache restart stores them again"
-        )
+        again = "wcache restart, which has them stored again first"
+        needed, room = self.report.expected_fds, self.unit.max_fds
+        if self.unit.fault:
+            return f"{self.unit.mend}, then {again}"
+        if room is not None and room < needed:
+            return (
+                f"set FileDescriptorStoreMax={needed} or more, it is {room}"
+                f" (systemctl edit wcache@.service), then {again}"
+            )
+        return again
 
 
 def ask(paths: RankPaths) -> Report | None:

@@ -80,7 +80,8 @@ def test_a_store_that_dropped_descriptors_is_a_problem() -> None:
     one = RankView(rank=0, report=serving(0, of=A).report, unit=unit(0, stored_fds=1))
     (line,) = problem_lines(status(one))
     assert line == (
-        "rank 0: the supervisor keeps 1 of 3 descriptors: a restart would lose the weights"
+        "rank 0: the supervisor keeps 1 of 3 descriptors: a crash would lose the weights: wcache"
+        " restart, which has them stored again first"
     )
 
 
@@ -88,9 +89,9 @@ def test_a_store_that_is_too_small_is_said_with_its_size() -> None:
     small = unit(0, stored_fds=2, max_fds=2)
     (line,) = problem_lines(status(RankView(rank=0, report=serving(0, of=A).report, unit=small)))
     assert line == (
-        "rank 0: the supervisor keeps 2 of 3 descriptors: a restart would lose the weights: set"
+        "rank 0: the supervisor keeps 2 of 3 descriptors: a crash would lose the weights: set"
         " FileDescriptorStoreMax=3 or more, it is 2 (systemctl edit wcache@.service), then wcache"
-        " restart stores them again"
+        " restart, which has them stored again first"
     )
     found = status(RankView(rank=0, report=serving(0, of=A).report, unit=small))
     assert found.exit_code == ExitCode.FAILED
@@ -100,6 +101,12 @@ def test_a_unit_that_can_not_be_started_again_is_said_of_a_rank_that_serves() ->
     masked = unit(0, stored_fds=3, fault="wcache@0.service is masked", mend="systemctl unmask x")
     found = status(RankView(rank=0, report=serving(0, of=A).report, unit=masked))
     assert problem_lines(found) == ["rank 0: wcache@0.service is masked: systemctl unmask x"]
+    dropped = msgspec.structs.replace(masked, stored_fds=0, max_fds=0)
+    found = status(RankView(rank=0, report=serving(0, of=A).report, unit=dropped))
+    assert problem_lines(found)[1].endswith(
+        "a crash would lose the weights: systemctl unmask x, then wcache restart, which has them"
+        " stored again first"
+    )
     limited = unit(0, state="failed", result="start limit hit", fault="too often", mend="wcache up")
     assert problem_lines(status(RankView(rank=0, unit=limited))) == ["rank 0: too often: wcache up"]
 

@@ -226,16 +226,10 @@ def _problems(one: RankView, wanted: bool) -> Iterable[str]:
     elif one.missing_fds and report is not None and unit is not None:
         yield (
             f"the supervisor keeps {unit.stored_fds} of {report.expected_fds} descriptors:"
-            f" a restart would lose the weights{_store_hint(one)}"
+            f" a crash would lose the weights: {one.mend_store}"
         )
     if not wanted and one.is_up:
         yield "is up and not part of the configuration"
-
-
-def _store_hint(one: RankView) -> str:
-    """What to do about a store that is too small, where that is why descriptors are missing."""
-    command = one.larger_store
-    return f": {command}" if command else ""
 
 
 def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:

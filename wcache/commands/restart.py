@@ -162,13 +162,22 @@ def _check(before: Mapping[int, RankView], *, named: bool, force: bool) -> None:
             hint="wcache up starts it" if len(down) == 1 else "wcache up starts them",
         )
     for rank, one in before.items():
+        if one.unit and one.unit.fault:
+            raise WcacheError(one.unit.fault, hint=one.unit.mend)
         if one.missing_fds and one.report and one.unit and not force:
             raise WcacheError(
                 f"rank {rank} would lose its weights: the supervisor keeps {one.unit.stored_fds}"
                 f" of {one.report.expected_fds} descriptors",
-                hint=f"{one.larger_store or 'wcache logs --supervisor says why'};"
-                " --force restarts it nevertheless",
+                hint=f"{_why(one)}; --force restarts it nevertheless",
             )
+
+
+def _why(one: RankView) -> str:
+    """Why descriptors are still missing after the daemon was told to have them stored again."""
+    room = one.unit.max_fds if one.unit else None
+    if one.report is None or room is None or room >= one.report.expected_fds:
+        return "wcache logs --supervisor says why"
+    return one.mend_store
 
 
 def _wait(

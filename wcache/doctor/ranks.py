@@ -43,8 +43,8 @@ def check_descriptors(evidence: Evidence) -> Iterator[Finding]:
                 fail(
                     "descriptors",
                     f"{_keeper(evidence)} keeps {one.unit.stored_fds} of"
-                    f" {one.report.expected_fds} of rank {name}: a restart would lose its weights",
-                    _mend_missing(one, name),
+                    f" {one.report.expected_fds} of rank {name}: a crash would lose its weights",
+                    one.mend_store,
                 )
             )
         elif one.unit and one.unit.stored_fds and not one.is_up:
@@ -91,11 +91,11 @@ def _rivals(evidence: Evidence) -> Iterator[Finding]:
     """Units that are tried over and over beside a daemon that has their socket (exit 75)."""
     for rank in evidence.rivals:
         unit = f"{DAEMON}{_name(evidence, rank)}.service"
-        command = evidence.manager.systemctl
         yield fail(
             "ranks",
             f"{unit} can not start: a daemon of wcache's own supervisor serves that rank",
-            f"{command} stop {unit} leaves it there; wcache down, then wcache up moves it over",
+            # Not systemctl stop: it would remove the folder of the socket, which engines use.
+            "wcache down ends it, and the unit then loads the weights",
         )
 
 
@@ -176,11 +176,6 @@ def _wrong_ready(paths: RankPaths, one: RankView) -> Iterator[Finding]:
             f"{paths.ready_file} was written by pid {ready.pid}, the daemon is {one.report.pid}",
             f"wcache restart {paths.id}",
         )
-
-
-def _mend_missing(one: RankView, name: str) -> str:
-    # Which has them handed over anew before anything ends.
-    return one.larger_store or f"wcache restart {name}"
 
 
 def _keeper(evidence: Evidence) -> str:
