@@ -1,7 +1,5 @@
 """What weights are: the fingerprint of a rank, and how two of them are compared. Pure."""
 
-import hashlib
-
 import msgspec
 
 import wcache
@@ -124,6 +122,9 @@ def _dtype(model: ModelSection) -> str:
 
 def digest_of(settings: object) -> str:
     """``sha256:`` and 64 hexadecimal digits over the canonical JSON of ``settings``."""
+    # With OpenSSL, which takes long to load, and a status has no use for it.
+    import hashlib
+
     data = msgspec.json.encode(settings, order="deterministic")
     return "sha256:" + hashlib.sha256(data).hexdigest()
 

@@ -1,18 +1,20 @@
 """What ``status`` shows of the GPUs that weights lie on: who holds their memory, and how much."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from wcache import devices
 from wcache.config import Config
-from wcache.devices import Gpu
 from wcache.errors import WcacheError
-from wcache.holdings import Holding, Others, held_by
 from wcache.output import Table
 from wcache.paths import InstancePaths, RankId
 from wcache.ranks import RankView
 from wcache.units import size
+
+if TYPE_CHECKING:
+    from wcache.devices import Gpu
+    from wcache.holdings import Holding
 
 
 class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +40,13 @@ def gpus_of(
     instance: InstancePaths, views: Mapping[int, RankView], config: Config | None
 ) -> tuple[GpuStatus, ...]:
     """Asks NVML and the other instances, where any weights of this one are on a GPU."""
-    found = rows(instance.instance, views, config)
-    if not found:
+    if not _any(views, config):
         return ()
+    # Most instances are on one kind of device, and a status is to be quick.
+    from wcache import devices
+    from wcache.holdings import Others
+
+    found = rows(instance.instance, views, config)
     try:
         present = devices.gpus()
     except WcacheError:
@@ -48,10 +54,18 @@ def gpus_of(
     return merge(found, present, Others(instance))
 
 
+def _any(views: Mapping[int, RankView], config: Config | None) -> bool:
+    held = (one.report.generations for one in views.values() if one.report)
+    on_gpu = any(generation.fingerprint.device_uuid for of in held for generation in of)
+    return on_gpu or (config is not None and bool(config.memory.devices))
+
+
 def rows(
     instance: str, views: Mapping[int, RankView], config: Config | None
 ) -> tuple[GpuStatus, ...]:
     """Pure. What daemons hold of each GPU, and the GPUs that the configuration names."""
+    from wcache.holdings import held_by
+
     held: dict[str, int] = {}
     ranks: dict[str, set[int]] = {}
     for rank, one in views.items():
@@ -69,7 +83,7 @@ def rows(
 
 
 def merge(
-    found: Iterable[GpuStatus], present: Sequence[Gpu], others: Iterable[Holding]
+    found: Iterable[GpuStatus], present: Sequence["Gpu"], others: Iterable["Holding"]
 ) -> tuple[GpuStatus, ...]:
     """Pure. ``found`` with what NVML and other instances tell, in NVML's order."""
     shown = {gpu.uuid: gpu for gpu in present}

@@ -1,16 +1,19 @@
-"""Keeps ranks up and their descriptors alive: systemd or wcache's own, and who is asked for one."""
+"""Keeps ranks up and their descriptors alive: systemd or wcache's own, and who is asked for one.
+
+Either is imported where it is used alone: a status has better things to do than to import both.
+"""
 
 import socket
 from pathlib import Path
 
 from wcache.paths import InstancePaths
-from wcache.supervise.direct import DirectSupervisor
 from wcache.supervise.interface import Supervisor
-from wcache.supervise.record import RECORD_NAME, load_ranks
-from wcache.supervise.systemd import DAEMON, SystemdSupervisor, manager_here, units_installed
 from wcache.wire import peer_credentials
 
 __all__ = ["orphans", "supervisor_for", "units_missing"]
+
+# sd_booted(3).
+_BOOTED = Path("/run/systemd/system")
 
 
 def supervisor_for(instance: str) -> Supervisor:
@@ -20,22 +23,31 @@ def supervisor_for(instance: str) -> Supervisor:
     supervisor keeps, or left behind when it was killed: a second daemon could not have their
     sockets, and a supervisor of the same kind takes them over with their weights.
     """
-    manager = manager_here()
-    if manager is None or not units_installed(manager):
-        return DirectSupervisor(instance)
-    if _direct_runs(instance) or orphans(InstancePaths.of(instance)):
-        return DirectSupervisor(instance)
-    return SystemdSupervisor(instance, manager)
+    if _BOOTED.is_dir():
+        from wcache.supervise.systemd import SystemdSupervisor, manager_here, units_installed
+
+        manager = manager_here()
+        has_units = manager is not None and units_installed(manager)
+        direct = has_units and (_direct_runs(instance) or orphans(InstancePaths.of(instance)))
+        if manager is not None and has_units and not direct:
+            return SystemdSupervisor(instance, manager)
+    from wcache.supervise.direct import DirectSupervisor
+
+    return DirectSupervisor(instance)
 
 
 def units_missing() -> bool:
     """True when systemd runs here and could keep ranks, if it had wcache's units."""
+    from wcache.supervise.systemd import manager_here, units_installed
+
     manager = manager_here()
     return manager is not None and not units_installed(manager)
 
 
 def orphans(instance: InstancePaths) -> list[int]:
     """Ranks of a supervisor of wcache's own whose daemons outlived it."""
+    from wcache.supervise.record import RECORD_NAME, load_ranks
+
     recorded = load_ranks(instance.supervisor_folder / RECORD_NAME)
     return [rank for rank in recorded if _is_orphan(instance.rank(rank).socket)]
 
@@ -45,6 +57,8 @@ def _is_orphan(path: Path) -> bool:
 
     The record may be older than the rank's unit, whose control group then has the process.
     """
+    from wcache.supervise.systemd import DAEMON
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

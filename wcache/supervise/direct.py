@@ -27,8 +27,6 @@ from wcache.supervise.messages import (
     Stop,
 )
 from wcache.supervise.record import RECORD_NAME, load_ranks
-from wcache.supervise.spawn import clean_environment, open_log
-from wcache.supervise.takeover import find_daemon
 
 R = TypeVar("R", bound=Message)
 
@@ -89,6 +87,8 @@ class DirectSupervisor:
         """Nothing, as for :meth:`enable`."""
 
     def _is_served(self, rank: int) -> bool:
+        from wcache.supervise.takeover import find_daemon
+
         found = find_daemon(self._paths.rank(rank).socket)
         if found:
             found.close()
@@ -129,6 +129,8 @@ class DirectSupervisor:
 
         Raises :class:`WcacheError` with the reason when it does not get there.
         """
+        from wcache.supervise.spawn import clean_environment, open_log
+
         log_file = self._paths.supervisor_log
         try:
             log = open_log(log_file)
