@@ -7,18 +7,23 @@
 #   systemd-lab.sh pid                                             its init, as seen from here
 #   systemd-lab.sh console                                         what PID 1 wrote before its journal
 #   systemd-lab.sh down [--clean]                                  ends it; --clean stops units first
+#   systemd-lab.sh lay DEBS FOLDER                                 unpacks a systemd for those without
 #
 # WCACHE_LAB is its folder (default /run/wcache-lab); labs in different folders run side by side.
+# WCACHE_LAB_SYSTEMD is a folder with a systemd (usr/lib/systemd and what it needs) for a machine that
+# has none, as lay makes it of Debian packages: the lab sees its files beneath the machine's own, of
+# which it hides none.
 # It ends by itself when the process of -o has ended, and after WCACHE_LAB_LIFETIME_S in any case.
 # Inside, the files of this machine are seen and none can be changed, but /tmp, /run and /dev/shm are
 # empty. -b binds what is needed there, or is to be written to: SRC is the machine's own.
 #
-# Needs root with CAP_SYS_ADMIN, util-linux >= 2.36, systemd, overlayfs, and the cgroup2 hierarchy.
+# Needs root with CAP_SYS_ADMIN, util-linux >= 2.36, overlayfs, and the cgroup2 hierarchy.
 set -euo pipefail
 
 LAB=${WCACHE_LAB:-/run/wcache-lab}
 LIFETIME_S=${WCACHE_LAB_LIFETIME_S:-3600}
-readonly LAB LIFETIME_S BOOT_S=60 CLEAN_S=60
+LAID=${WCACHE_LAB_SYSTEMD:+$(realpath "$WCACHE_LAB_SYSTEMD")}
+readonly LAB LIFETIME_S LAID BOOT_S=60 CLEAN_S=60
 SELF=$(realpath "$0")
 readonly SELF
 readonly INSIDE=(env -i HOME=/root LANG=C.UTF-8 TERM=dumb SYSTEMD_PAGER= SYSTEMD_COLORS=0
@@ -29,7 +34,7 @@ readonly MASKED=(
   systemd-sysctl systemd-modules-load systemd-binfmt systemd-random-seed systemd-pstore
   systemd-remount-fs systemd-firstboot systemd-machine-id-commit kmod-static-nodes
   systemd-update-utmp systemd-update-utmp-runlevel systemd-tmpfiles-setup-dev
-  systemd-journal-flush systemd-logind
+  systemd-journal-flush systemd-logind systemd-networkd-wait-online
   systemd-journald-audit.socket proc-sys-fs-binfmt_misc.automount getty.target timers.target
   sys-kernel-config.mount sys-kernel-debug.mount sys-kernel-tracing.mount
   sys-fs-fuse-connections.mount dev-hugepages.mount dev-mqueue.mount
@@ -55,7 +60,7 @@ outer() {
 inner() {
   local pid root=$LAB/root
   read -r pid _ </proc/self/stat  # /proc is still the host's, so this is the number known there
-  hostname wcache-lab
+  hostname wcache-lab 2>/dev/null || true
   ip link set lo up 2>/dev/null || true
   make_root "$root"
   bind_all "$root" "$@"
@@ -67,25 +72,31 @@ inner() {
   rmdir .old
   mount --make-rshared /
   # "container" keeps systemd from the clock, the kernel's log and the consoles.
-  exec "${INSIDE[@]}" container=wcache-lab "$(systemd_path)" --system --unit=multi-user.target \
+  exec "${INSIDE[@]}" container=wcache-lab "$(systemd_path || fail "no systemd is installed")" --system --unit=multi-user.target \
     --log-target="${WCACHE_LAB_LOG:-journal}" --show-status=0
 }
 
+# systemd_path [ROOT]
 systemd_path() {
   local path
   for path in /usr/lib/systemd/systemd /lib/systemd/systemd; do
-    if [[ -x $path ]]; then echo "$path"; return; fi
+    if [[ -x ${1-}$path ]]; then echo "$path"; return; fi
   done
-  fail "no systemd is installed"
+  return 1
 }
 
 # An overlay, never a bind of /: at boot systemd empties /tmp, writes /etc and starts services.
 make_root() {
-  local root=$1 layers=$LAB/layers unit
+  local root=$1 layers=$LAB/layers lower=/ unit
   mkdir -p "$root" "$layers"
   mount -t tmpfs -o mode=755,size=2g tmpfs "$layers"
   mkdir "$layers/upper" "$layers/work"
-  mount -t overlay -o "lowerdir=/,upperdir=$layers/upper,workdir=$layers/work" overlay "$root"
+  if [[ -n $LAID ]]; then
+    # A copy: the kernel takes no layer that lies within another one.
+    cp -a "$LAID" "$layers/laid"
+    lower=/:$layers/laid
+  fi
+  mount -t overlay -o "lowerdir=$lower,upperdir=$layers/upper,workdir=$layers/work" overlay "$root"
   mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
   mount --bind "$root/proc/sys" "$root/proc/sys"
   mount -o remount,bind,ro "$root/proc/sys"
@@ -94,6 +105,9 @@ make_root() {
   make_dev "$root/dev"
   mount -t tmpfs -o mode=755,nosuid,nodev tmpfs "$root/run"
   mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+  # Without one it is a first boot, which enables whatever the distribution would have enabled.
+  [[ -s $root/etc/machine-id ]] ||
+    tr -d - </proc/sys/kernel/random/uuid >"$root/etc/machine-id"
   # What the host has enabled is not started here.
   rm -rf "$root/etc/systemd/system"
   mkdir -p "$root/etc/systemd/system" "$root/run/lock" "$root/run/systemd/system"
@@ -110,8 +124,10 @@ make_root() {
 make_dev() {
   local dev=$1 node
   mount -t tmpfs -o mode=755,nosuid tmpfs "$dev"
-  for node in null zero full random urandom tty $(cd /dev && compgen -G 'nvidia*' || true); do
+  for node in null zero full random urandom tty \
+    $(cd /dev && { compgen -G 'nvidia*'; compgen -G 'nvidia*/*'; } || true); do
     [[ -c /dev/$node ]] || continue
+    mkdir -p "$(dirname "$dev/$node")"
     : >"$dev/$node"
     mount --bind "/dev/$node" "$dev/$node"
   done
@@ -160,6 +176,40 @@ in_cgroup() {
     'mount -t cgroup2 cgroup2 "$1/cgroups" && cd "$1/cgroups/$(<"$1/name")" && eval "$2"' - "$LAB" "$1"
 }
 
+# Says at once, and in words, what a boot would end with somewhere in the middle.
+check_machine() {
+  local tool kind
+  ((EUID == 0)) || fail "needs root"
+  for tool in unshare nsenter setsid mount umount pivot_root; do
+    command -v "$tool" >/dev/null || fail "$tool is not installed (util-linux)"
+  done
+  for kind in overlay cgroup2; do
+    grep -qw "$kind" /proc/filesystems || modprobe -q "$kind" 2>/dev/null ||
+      fail "this kernel has no $kind"
+  done
+  systemd_path >/dev/null || { [[ -n $LAID ]] && systemd_path "$LAID" >/dev/null; } ||
+    fail "no systemd is installed; WCACHE_LAB_SYSTEMD names a folder with one"
+  unshare --mount --pid --cgroup --ipc --uts --net --fork true 2>/dev/null ||
+    fail "namespaces can not be made here"
+}
+
+# Debian packages, or those of a system made like it, as one folder in which lib is usr/lib.
+lay() {
+  local debs=$1 folder=$2 deb part
+  command -v dpkg-deb >/dev/null || fail "dpkg-deb is not installed"
+  compgen -G "$debs/*.deb" >/dev/null || fail "there is no .deb in $debs"
+  mkdir -p "$folder/usr"
+  for deb in "$debs"/*.deb; do dpkg-deb --extract "$deb" "$folder"; done
+  for part in bin sbin lib lib64; do
+    [[ -d $folder/$part && ! -L $folder/$part ]] || continue
+    mkdir -p "$folder/usr/$part"
+    cp -a "$folder/$part/." "$folder/usr/$part/"
+    rm -r "${folder:?}/$part"
+  done
+  rm -rf "$folder/usr/share/doc" "$folder/usr/share/man" "$folder/usr/share/locale"
+  systemd_path "$folder" >/dev/null || fail "no systemd is among the packages in $debs"
+}
+
 up() {
   local binds=() owner='' moved='' state i
   while [[ ${1-} == -[bo] ]]; do
@@ -167,6 +217,7 @@ up() {
     shift 2
   done
   (($# == 0)) || fail "up does not take $1"
+  check_machine
   is_up && fail "$LAB is up already (pid $(<"$LAB/pid"))"
   [[ ! -e $LAB/name ]] || down
   mkdir -p "$LAB"
@@ -244,6 +295,7 @@ case $command in
   .guard) guard "$@" ;;
   up) up "$@" ;;
   down) down "$@" ;;
+  lay) (($# == 2)) || fail "lay takes DEBS and FOLDER"; lay "$@" ;;
   pid) is_up || fail "no lab is up in $LAB"; cat "$LAB/pid" ;;
   console) cat "$LAB/console" ;;
   exec)
@@ -259,5 +311,5 @@ case $command in
     up -o $$ "${arguments[@]}"
     inside "$@"
     ;;
-  *) sed -n '3,10p' "$SELF"; exit 2 ;;
+  *) sed -n '3,11p' "$SELF"; exit 2 ;;
 esac

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ TIMEOUT_S = 90.0
 # Where things are inside. A virtual environment works at any path.
 VENV, SOURCE, MODELS = "/opt/venv", "/opt/wcache", "/srv/models"
 PYTHON = f"{VENV}/bin/python"
+# What a copy of the checkout is made of.
+COPIED = ("wcache", "systemd", "scripts", "tests")
 # What outlives a reboot.
 KEPT = ("/etc/systemd/system", "/etc/wcache", "/usr/local/lib/systemd")
 
@@ -41,36 +43,43 @@ class Done:
         return f"$ {self.command}\n{self.stdout}{self.stderr}exit {self.code}"
 
 
+class FailedCommand(AssertionError):
+    """A command of the lab that had to succeed; its text is all that is known of it."""
+
+
 class Lab:
     """A machine of the test's own; it ends with this process at the latest."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, binds: Sequence[tuple[Path, str]] = (), variables: Mapping[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        """``binds`` are folders of this machine and where they are inside.
+
+        ``variables`` are for everything that runs wcache there, and for the units; every command
+        has ``timeout_s``.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="wclab"))
         self.models = self.folder / "models"
         self.source = self.folder / "source"
-        self._environment = {**os.environ, "WCACHE_LAB": str(self.folder / "lab")}
+        self.variables = {"PYTHONPATH": SOURCE, **(variables or {})}
+        self._binds = binds
+        self._timeout_s = timeout_s
+        self.environment = {**os.environ, "WCACHE_LAB": str(self.folder / "lab")}
         self.models.mkdir()
         for place in KEPT:
             (self.folder / place.replace("/", "_")).mkdir()
         self.put_source()
 
     def put_source(self) -> None:
-        """wcache as an upgrade leaves it: other files with the same content."""
-        new = self.folder / "source.new"
-        ignore = shutil.ignore_patterns("__pycache__")
-        for name in ("wcache", "systemd", "tests"):
-            shutil.copytree(CHECKOUT / name, new / name, ignore=ignore)
-        self.source.mkdir(exist_ok=True)
-        for name in ("wcache", "systemd", "tests"):
-            shutil.rmtree(self.source / name, ignore_errors=True)
-            (new / name).rename(self.source / name)
-        new.rmdir()
+        copy_checkout(self.source)
 
     # --- power ----------------------------------------------------------------------------------
 
     def up(self) -> None:
         binds = [(sys.prefix, VENV), (self.source, SOURCE), (self.models, MODELS)]
         binds += [(self.folder / place.replace("/", "_"), place) for place in KEPT]
+        binds += self._binds
         # The interpreter that the environment was made with is seen, but not below these.
         base = Path(sys.base_prefix)
         if base.is_relative_to("/tmp") or base.is_relative_to("/run"):
@@ -88,7 +97,8 @@ class Lab:
 
     def install(self) -> None:
         """As an operator does it; the units find wcache where this checkout's copy lies."""
-        self.write("/etc/wcache/environment", f"PYTHONPATH={SOURCE}\n")
+        lines = [f"{name}={value}\n" for name, value in self.variables.items()]
+        self.write("/etc/wcache/environment", "".join(lines))
         self.wcache("install")
 
     # --- commands -------------------------------------------------------------------------------
@@ -98,8 +108,17 @@ class Lab:
         return self._script("exec", "--", *command, check=check)
 
     def wcache(self, *arguments: str, check: bool = True) -> Done:
-        return self.run("env", f"PYTHONPATH={SOURCE}", PYTHON, "-P", "-m", "wcache", *arguments,
+        return self.run(*self.with_variables(), PYTHON, "-P", "-m", "wcache", *arguments,
                         check=check)  # fmt: skip
+
+    def with_variables(self, **more: str) -> list[str]:
+        """What is put in front of a command that runs wcache."""
+        variables = {**self.variables, **more}
+        return ["env", *(f"{name}={value}" for name, value in variables.items())]
+
+    def exec(self, *command: str) -> list[str]:
+        """The command of this machine that runs ``command`` inside; see :attr:`environment`."""
+        return [str(SCRIPT), "exec", "--", *command]
 
     def systemctl(self, *arguments: str, check: bool = True) -> str:
         return self.run("systemctl", *arguments, check=check).stdout
@@ -123,11 +142,12 @@ class Lab:
 
     def _script(self, *arguments: str, check: bool = True) -> Done:
         ran = subprocess.run(
-            [str(SCRIPT), *arguments], env=self._environment, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+            [str(SCRIPT), *arguments], env=self.environment, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=self._timeout_s, check=False,
         )  # fmt: skip
         done = Done(" ".join(arguments), ran.stdout, ran.stderr, ran.returncode)
-        assert not check or done.code == 0, str(done)
+        if check and done.code != 0:
+            raise FailedCommand(str(done))
         return done
 
     # --- a look inside --------------------------------------------------------------------------
@@ -176,13 +196,12 @@ class Engine:
         self, lab: Lab, instance: str, rank: int = 0, *, around: tuple[str, ...] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        environment = {"PYTHONPATH": SOURCE, "WCACHE_INSTANCE": instance, "WCACHE_RANK": str(rank)}
-        environment |= variables or {}
-        settings = [f"{name}={value}" for name, value in environment.items()]
+        settings = lab.with_variables(
+            WCACHE_INSTANCE=instance, WCACHE_RANK=str(rank), **(variables or {})
+        )
         self._process = subprocess.Popen(
-            [str(SCRIPT), "exec", "--", "env", *settings, *around, PYTHON, "-P", "-m",
-             "tests.systemd.engine"],
-            env=lab._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            lab.exec(*settings, *around, PYTHON, "-P", "-m", "tests.systemd.engine"),
+            env=lab.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.pid: int = self._answer()["pid"]
         """In its own pid namespace."""
@@ -221,6 +240,19 @@ class Engine:
             self._process.kill()
             self._process.wait()
             self._process.stdout.close()
+
+
+def copy_checkout(folder: Path) -> None:
+    """wcache as an upgrade leaves it: other files with the same content."""
+    new = folder.with_name(f"{folder.name}.new")
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in COPIED:
+        shutil.copytree(CHECKOUT / name, new / name, ignore=ignore)
+    folder.mkdir(exist_ok=True)
+    for name in COPIED:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (new / name).rename(folder / name)
+    new.rmdir()
 
 
 @contextlib.contextmanager
