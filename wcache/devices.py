@@ -59,6 +59,17 @@ def gpu(uuid: str) -> Gpu:
     raise WcacheError(f"there is no GPU {uuid} on this machine", hint=hint)
 
 
+def processes(uuid: str) -> tuple[int, ...]:
+    """Pids that the driver shows on a GPU; memory that descriptors hold belongs to none.
+
+    Raises :class:`WcacheError` when there is no such GPU.
+    """
+    gpu(uuid)
+    with _nvml() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return tuple(one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+
 def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all where it is not set."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")

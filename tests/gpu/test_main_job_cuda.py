@@ -14,7 +14,7 @@ from tests.checkpoints import write_llama
 from tests.cli.snapshot import Done, environment, wcache
 from tests.places import Places
 from tests.processes import wait_for
-from wcache.devices import gpus
+from wcache.devices import gpus, processes
 from wcache.memory import driver
 from wcache.protocol import Report
 from wcache.ranks import ask
@@ -105,6 +105,10 @@ def test_weights_survive_on_the_gpu_and_are_freed_by_down(gpu: Gpu) -> None:
         engine.kill()
         engine.communicate()
     assert gpu("verify").code == 0
+    # Held by descriptors, and so by nobody whom the driver could name.
+    uuid = gpus()[0].uuid
+    wait_for(lambda: not processes(uuid), "engine and verify are gone")
+    assert used() > gpu.before
     assert gpu("down").code == 0
     wait_for(lambda: used() <= gpu.before, "the GPU's memory is given back")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from wcache import devices
-from wcache.devices import Gpu, gpu, gpus, select, visible_gpus
+from wcache.devices import Gpu, gpu, gpus, processes, select, visible_gpus
 from wcache.errors import WcacheError
 from wcache.memory import driver, open_memory
 
@@ -64,6 +64,8 @@ def test_a_machine_without_a_driver_has_no_gpus() -> None:
     assert not driver.driver_available()
     with pytest.raises(WcacheError, match="there is no GPU"):
         gpu("GPU-aa11")
+    with pytest.raises(WcacheError, match="there is no GPU"):
+        processes("GPU-aa11")
     with pytest.raises(WcacheError, match=r"no NVIDIA driver|cuda-bindings is not installed"):
         open_memory("cuda", device_uuid="GPU-aa11")
 
