@@ -17,8 +17,11 @@ from wcache.protocol import (
     REQUESTS,
     Attach,
     Attached,
+    Descriptors,
     Hello,
     Leased,
+    Offer,
+    Offered,
     Refused,
     Renew,
     Reply,
@@ -27,7 +30,8 @@ from wcache.protocol import (
 )
 from wcache.wire import close_all
 
-Answer = Callable[[Attach | Renew], Reply | None]
+Question = Attach | Renew | Offer
+Answer = Callable[[Question], Reply | None]
 
 
 class TinyDaemon:
@@ -38,6 +42,8 @@ class TinyDaemon:
         self.events: queue.Queue[str] = queue.Queue()
         self.fds: list[int] = []
         """Go out with every :class:`Attached`."""
+        self.offered: list[int] = []
+        """What came with every :class:`Offer`."""
         self.attached: Attached | None = None
         self.answer: Answer = self.usual
         self._listener: socket.socket | None = None
@@ -58,9 +64,11 @@ class TinyDaemon:
         digest = digest or self.attached.manifest_digest
         self.attached = Attached(generation=1, manifest_digest=digest, slabs=slabs)
 
-    def usual(self, request: Attach | Renew) -> Reply:
+    def usual(self, request: Question) -> Reply:
         if isinstance(request, Renew):
             return Leased(generation=1)
+        if isinstance(request, Offer):
+            return Offered()
         assert self.attached is not None
         return self.attached
 
@@ -91,7 +99,7 @@ class TinyDaemon:
 
     def close(self) -> None:
         self.stop()
-        close_all(self.fds)
+        close_all([*self.fds, *self.offered])
 
     def next_event(self) -> str:
         return self.events.get(timeout=PATIENCE_S)
@@ -119,7 +127,11 @@ class TinyDaemon:
                     rank = self.paths.id
                     channel.send(Welcome(instance=rank.instance, rank=rank.rank, pid=1))
                     continue
-                assert isinstance(request, Attach | Renew)
+                if isinstance(request, Descriptors):
+                    continue
+                assert isinstance(request, Question)
+                if isinstance(request, Offer):
+                    self.offered += channel.take_fds(1 + len(request.slabs))
                 self.events.put(type(request).__name__.lower())
                 reply = self.answer(request)
                 if reply is None:

@@ -138,8 +138,11 @@ def save_config(config: Config, path: Path) -> None:
     write_file(path, text.encode(), mode=0o644)
 
 
-def write_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Writes to a temporary file beside ``path``, syncs it and renames it into place."""
+def write_file(path: Path, data: bytes, *, mode: int, sync: bool = True) -> None:
+    """Writes to a temporary file beside ``path``, syncs it and renames it into place.
+
+    Without ``sync`` a reader still never sees half of it; a power cut may lose it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -147,7 +150,8 @@ def write_file(path: Path, data: bytes, *, mode: int) -> None:
             file.write(data)
             file.flush()
             os.fchmod(handle, mode)
-            os.fsync(handle)
+            if sync:
+                os.fsync(handle)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -180,6 +180,13 @@ class Control:
         """Sends a message that is not answered."""
         self.channel.send(message)
 
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came with the last answer, which the caller owns then.
+
+        Raises :class:`ProtocolError` when there are not exactly ``count``.
+        """
+        return self.channel.take_fds(count)
+
     def close(self) -> None:
         self.channel.close()
 
@@ -203,10 +210,11 @@ def receive_reply(
         reply = decode_body(channel.receive_body(), decoder)
         if isinstance(reply, Refused):
             raise refusal_error(reply)
+        if isinstance(reply, Descriptors):
+            continue  # they are in front of the answer
         if isinstance(reply, kind):
             return reply
-        if not isinstance(reply, Descriptors):
-            raise ProtocolError(f"answer is a {type(reply).__name__}, not a {kind.__name__}")
+        raise ProtocolError(f"answer is a {type(reply).__name__}, not a {kind.__name__}")
 
 
 def connect_socket(path: Path, whose: str, timeout_s: float) -> socket.socket:

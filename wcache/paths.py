@@ -148,6 +148,11 @@ class RankPaths:
     def fingerprint_file(self) -> Path:
         return self.folder / "fingerprint.json"
 
+    @property
+    def served_file(self) -> Path:
+        """What was served last; stays when the daemon ends (:mod:`wcache.served`)."""
+        return self.folder / "served.json"
+
 
 def check_socket_path(path: Path) -> Path:
     """Returns ``path``, or raises :class:`UsageError` when the kernel could not bind it."""

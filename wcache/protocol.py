@@ -27,7 +27,7 @@ MAX_TEXT = 4096
 
 LoadSource = Literal["checkpoint", "engine"]
 Role = Literal["client", "loader", "operator"]
-How = Literal["loaded", "adopted", "filled"]
+How = Literal["loaded", "adopted", "reclaimed", "filled"]
 RefusalReason = Literal[
     "bad_request",  # not understood, or not at this point of the conversation
     "version",  # a protocol that this daemon does not speak
@@ -66,9 +66,24 @@ class Attach(Message, tag="attach", frozen=True, kw_only=True):
 
 
 class Renew(Message, tag="renew", frozen=True, kw_only=True):
-    """Takes up the lease again after a daemon's restart; answered with :class:`Leased`."""
+    """Takes up the lease again after a daemon's restart.
+
+    Answered with :class:`Leased`, or with :class:`OfferWanted` by a daemon that has lost the
+    generation, where ``can_offer`` says that the client has kept its descriptors.
+    """
 
     manifest_digest: str
+    can_offer: bool = False
+
+
+class Offer(Message, tag="offer", frozen=True, kw_only=True):
+    """A client gives back what it has mapped: 1 + len(slabs) descriptors, the manifest's first.
+
+    Answered with :class:`Offered`; the lease comes with a later :class:`Renew`, once a loader has
+    found the bytes to be the right ones.
+    """
+
+    slabs: tuple[SlabInfo, ...]
 
 
 class AskReport(Message, tag="ask_report", frozen=True, kw_only=True):
@@ -76,7 +91,11 @@ class AskReport(Message, tag="ask_report", frozen=True, kw_only=True):
 
 
 class AskLoad(Message, tag="ask_load", frozen=True, kw_only=True):
-    """A loader asks what is wanted: :class:`LoadOrder` or :class:`NothingToLoad`."""
+    """A loader asks what is wanted.
+
+    Answered with :class:`LoadOrder`, :class:`NothingToLoad`, :class:`CheckOrder` or
+    :class:`AskAgain`.
+    """
 
     source: LoadSource = "checkpoint"
     """``engine`` is somebody who has the weights already, as ``wcache.publish`` does."""
@@ -101,6 +120,16 @@ class Publish(Message, tag="publish", frozen=True, kw_only=True):
     """
 
     slabs: tuple[SlabInfo, ...]
+
+
+class Checked(Message, tag="checked", frozen=True, kw_only=True):
+    """What a loader found of the bytes of a :class:`CheckOrder`.
+
+    Answered with :class:`Published` when they are served now, else with :class:`AskAgain`.
+    """
+
+    problem: str = ""
+    """Why they are not those that were published; empty when they are."""
 
 
 class LoadFailed(Message, tag="load_failed", frozen=True, kw_only=True):
@@ -154,11 +183,36 @@ class Leased(Message, tag="leased", frozen=True, kw_only=True):
     generation: int
 
 
+class OfferWanted(Message, tag="offer_wanted", frozen=True, kw_only=True):
+    """The daemon is empty and would take the generation back: see :class:`Offer`."""
+
+
+class Offered(Message, tag="offered", frozen=True, kw_only=True):
+    """What was offered is going to be checked."""
+
+
 class LoadOrder(Message, tag="load_order", frozen=True, kw_only=True):
     """What a loader is to load; it alone may publish until it is done or gone."""
 
     generation: int
     config: Config
+
+
+class CheckOrder(Message, tag="check_order", frozen=True, kw_only=True):
+    """Follows the descriptors of an :class:`Offer`: the loader is to compare bytes with digests.
+
+    Answered with :class:`Checked`.
+    """
+
+    generation: int
+    manifest_digest: str
+    slabs: tuple[SlabInfo, ...]
+
+
+class AskAgain(Message, tag="ask_again", frozen=True, kw_only=True):
+    """It is not settled yet what is wanted: ask for a load again in ``after_s``."""
+
+    after_s: float
 
 
 class NothingToLoad(Message, tag="nothing_to_load", frozen=True, kw_only=True):
@@ -237,6 +291,8 @@ class Report(Message, tag="report", frozen=True, kw_only=True):
     generations: tuple[GenerationReport, ...] = ()
     leases: tuple[LeaseReport, ...] = ()
     progress: ProgressReport | None = None
+    reclaiming: bool = False
+    """Nothing is held, and an engine may give back or has given back what was."""
 
     @property
     def serving(self) -> GenerationReport | None:
@@ -247,10 +303,12 @@ Request = (
     Hello
     | Attach
     | Renew
+    | Offer
     | AskReport
     | AskLoad
     | Progress
     | Publish
+    | Checked
     | LoadFailed
     | StoreAgain
     | Descriptors
@@ -260,7 +318,11 @@ Reply = (
     | Refused
     | Attached
     | Leased
+    | OfferWanted
+    | Offered
     | LoadOrder
+    | CheckOrder
+    | AskAgain
     | NothingToLoad
     | Published
     | Stored

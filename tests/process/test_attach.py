@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -112,7 +113,7 @@ def test_engine_outlives_the_daemon_and_renews_its_lease(
             assert torch.equal(logits(bound(another)), want)
 
 
-def test_lease_is_lost_when_the_daemon_comes_back_empty(
+def test_lease_is_lost_when_the_daemon_comes_back_empty_and_wants_other_weights(
     places: Places, store: Store, start: Start, serving: Daemon
 ) -> None:
     with wcache.attach() as attachment:
@@ -122,6 +123,9 @@ def test_lease_is_lost_when_the_daemon_comes_back_empty(
         for fd in store.fds.values():
             os.close(fd)
         store.fds.clear()
+        config = publish_config()
+        model = msgspec.structs.replace(config.model, path="next-model")
+        places.write_config(msgspec.structs.replace(config, model=model))
         start()
         wait_for(lambda: attachment.lease_state.startswith("lost: "), "the lease is lost")
         assert torch.equal(logits(engine), want)

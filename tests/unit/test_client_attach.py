@@ -3,7 +3,9 @@
 import faulthandler
 import gc
 import os
+import resource
 import signal
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 
 from tests.places import Places
 from tests.processes import PATIENCE_S, wait_for
-from tests.tiny_daemon import TinyDaemon
+from tests.tiny_daemon import Question, TinyDaemon
 from tests.weights import FINGERPRINT, Holder, cached
 from wcache import manifest as manifests
 from wcache.client import attach
@@ -35,7 +37,7 @@ from wcache.manifest import Manifest, SlabInfo
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import create_sealed
 from wcache.memory.slab import Access
-from wcache.protocol import Attach, Refused, Renew, Reply
+from wcache.protocol import Refused, Reply
 
 pytestmark = pytest.mark.unit
 
@@ -182,7 +184,52 @@ def test_weights_stay_when_the_daemon_goes(daemon: TinyDaemon, odd: Odd) -> None
         wait_for(lambda: attachment.lease_state == "held", "the lease is renewed")
 
 
-def test_no_descriptor_is_kept_but_the_lease(daemon: TinyDaemon, odd: Odd) -> None:
+def test_descriptors_are_kept_for_as_long_as_the_lease(daemon: TinyDaemon, odd: Odd) -> None:
+    before = _memfds()
+    with attach() as attachment:
+        # One of each beside the daemon's own.
+        assert _memfds() == before + before
+        large = attachment.tensors["large"]
+    assert _memfds() == before
+    assert torch.equal(large, odd.large)
+
+
+def test_descriptors_are_closed_by_the_garbage_collector_too(daemon: TinyDaemon, odd: Odd) -> None:
+    before = _memfds()
+    attachment = attach()
+    del attachment
+    gc.collect()
+    wait_for(lambda: _memfds() == before, "they are closed")
+
+
+def test_descriptors_reach_no_program_that_the_engine_starts(daemon: TinyDaemon, odd: Odd) -> None:
+    with attach():
+        listed = subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        assert "memfd:" not in listed.stdout
+
+
+def test_descriptors_stay_the_parents_after_a_fork(daemon: TinyDaemon, odd: Odd) -> None:
+    before = _memfds()
+    with attach():
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, str(_memfds() == before).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 10) == b"True"
+        os.close(read)
+        os.close(write)
+        assert _memfds() == before + before
+
+
+def test_an_engine_that_may_open_few_files_keeps_none(
+    daemon: TinyDaemon, odd: Odd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
     before = _memfds()
     with attach():
         assert _memfds() == before
@@ -238,7 +285,7 @@ def test_waiting_outlasts_a_daemon_that_is_not_up_and_not_ready(
 ) -> None:
     refusals = [Refused(reason="not_ready", message="not ready")] * 2
 
-    def answer(request: Attach | Renew) -> Reply:
+    def answer(request: Question) -> Reply:
         return refusals.pop() if refusals else daemon.usual(request)
 
     daemon.answer = answer
@@ -275,7 +322,7 @@ def test_daemon_that_dies_while_it_is_asked(daemon: TinyDaemon) -> None:
 def test_daemon_that_never_answers(daemon: TinyDaemon) -> None:
     release = threading.Event()
 
-    def answer(request: Attach | Renew) -> None:
+    def answer(request: Question) -> None:
         release.wait(PATIENCE_S)
 
     daemon.answer = answer

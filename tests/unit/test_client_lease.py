@@ -10,15 +10,18 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.places import Places
 from tests.processes import PATIENCE_S, end, wait_for
-from tests.tiny_daemon import TinyDaemon, gone
+from tests.tiny_daemon import Question, TinyDaemon, gone
+from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import Lease
 from wcache.control import Control
-from wcache.protocol import Attach, Leased, Refused, Renew, Reply
+from wcache.manifest import SlabInfo
+from wcache.protocol import Leased, Offer, Offered, OfferWanted, Refused, Renew, Reply
 
 pytestmark = pytest.mark.unit
 
@@ -53,7 +56,7 @@ def test_lease_is_renewed_when_the_daemon_is_back(
 ) -> None:
     asked: list[str] = []
 
-    def answer(request: Attach | Renew) -> Reply:
+    def answer(request: Question) -> Reply:
         assert isinstance(request, Renew)
         asked.append(request.manifest_digest)
         # Not ready, busy: a daemon that is coming up. None of it is the end of the lease.
@@ -118,6 +121,104 @@ def test_unknown_message_of_a_later_daemon_is_passed_over(daemon: TinyDaemon, le
     assert daemon.events.empty()
 
 
+# --- a daemon that has lost the generation --------------------------------------------------
+
+
+@pytest.fixture
+def giving(daemon: TinyDaemon) -> Iterator[Lease]:
+    """A lease with two descriptors that it may give back."""
+    fds = [os.memfd_create("kept-manifest"), os.memfd_create("kept-slab")]
+    slabs = (SlabInfo(kind="host", nbytes=2 << 20),)
+    control = Control.connect(daemon.paths, "client")
+    made = Lease(daemon.paths, control, DIGEST, MappedDescriptors(fds, slabs))
+    yield made
+    made.close()
+
+
+def _kept() -> list[str]:
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sorted(str(link) for link in links if "memfd:kept" in str(link))
+
+
+def test_what_is_wanted_is_given_back_once_and_the_lease_is_renewed(
+    daemon: TinyDaemon, giving: Lease
+) -> None:
+    asked: list[Question] = []
+
+    def answer(request: Question) -> Reply:
+        asked.append(request)
+        if isinstance(request, Offer):
+            return Offered()
+        if len(asked) < 2:
+            return OfferWanted()
+        if len(asked) < 5:  # it is being checked
+            return Refused(reason="not_ready", message="rank 0 is getting weights")
+        return Leased(generation=1)
+
+    daemon.answer = answer
+    daemon.stop()
+    daemon.start()
+    wait_for(lambda: giving.state == "held" and len(asked) == 5, "the lease is renewed")
+    renew = Renew(manifest_digest=DIGEST, can_offer=True)
+    assert asked == [renew, Offer(slabs=(SlabInfo(kind="host", nbytes=2 << 20),)), *[renew] * 3]
+    names = [Path(f"/proc/self/fd/{fd}").readlink().name for fd in daemon.offered]
+    assert [name.removesuffix(" (deleted)") for name in names] == [
+        "memfd:kept-manifest", "memfd:kept-slab",
+    ]  # fmt: skip
+    # The next daemon may lose it as well.
+    assert len(_kept()) == 4
+
+
+def test_an_offer_that_is_refused_loses_the_lease_when_the_generation_is_gone(
+    daemon: TinyDaemon, giving: Lease
+) -> None:
+    answers: list[Reply] = [
+        OfferWanted(), Refused(reason="invalid", message="other bytes"), gone(),
+    ]  # fmt: skip
+    daemon.answer = lambda _: answers.pop(0)
+    daemon.stop()
+    daemon.start()
+    wait_for(lambda: giving.state.startswith("lost: rank 0 does not hold"), "the lease is lost")
+    wait_for(lambda: len(_kept()) == 2, "nothing is kept for a lease that is lost")
+    assert answers == []
+
+
+def test_a_daemon_that_ends_during_an_offer_is_offered_it_again(
+    daemon: TinyDaemon, giving: Lease
+) -> None:
+    asked: list[Question] = []
+
+    def answer(request: Question) -> Reply | None:
+        asked.append(request)
+        if len(asked) == 2:
+            return None
+        if isinstance(request, Offer):
+            return Offered()
+        return OfferWanted() if len(asked) < 4 else Leased(generation=1)
+
+    daemon.answer = answer
+    daemon.stop()
+    daemon.start()
+    wait_for(lambda: giving.state == "held" and len(asked) == 5, "the lease is renewed")
+    assert [type(request) for request in asked] == [Renew, Offer, Renew, Offer, Renew]
+
+
+def test_a_lease_without_descriptors_says_that_it_has_none(
+    daemon: TinyDaemon, lease: Lease
+) -> None:
+    asked: list[Question] = []
+
+    def answer(request: Question) -> Reply:
+        asked.append(request)
+        return gone()
+
+    daemon.answer = answer
+    daemon.stop()
+    daemon.start()
+    wait_for(lambda: lease.state.startswith("lost"), "the lease is lost")
+    assert asked == [Renew(manifest_digest=DIGEST)]
+
+
 def _unread(connection: socket.socket) -> int:
     """Bytes that the other end has not read yet (SIOCOUTQ of unix(7))."""
     return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]  # type: ignore[no-any-return]  # "i" is an int
@@ -150,7 +251,7 @@ def test_connection_that_a_fork_copied_while_it_was_made_is_made_again(
     children: list[int] = []
     read, write = os.pipe()
 
-    def fork_and_answer(request: Attach | Renew) -> Reply:
+    def fork_and_answer(request: Question) -> Reply:
         if not children:
             child = os.fork()
             if child == 0:
@@ -173,6 +274,7 @@ def test_connection_that_a_fork_copied_while_it_was_made_is_made_again(
 
 _HOLD_AND_FORK = """
 import os, sys, time
+from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import Lease
 from wcache.control import Control
 from wcache.paths import RankId, RankPaths
@@ -206,6 +308,7 @@ def test_lease_ends_with_its_process_though_a_forked_child_lives(daemon: TinyDae
 
 
 _HOLD_AND_EXIT = """
+from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import Lease
 from wcache.control import Control
 from wcache.paths import RankId, RankPaths

@@ -19,8 +19,9 @@ class Attachment:
     """Weights that are mapped into this process, and leased; made by :func:`wcache.attach`.
 
     Its end, by :meth:`close`, by leaving a with-statement or by the garbage collector, ends the
-    lease. The memory stays mapped for as long as a tensor over it is left. A forked child may read
-    the tensors of the host's memory, but the lease stays its parent's.
+    lease and closes the descriptors that were kept for a daemon that loses them. The memory stays
+    mapped for as long as a tensor over it is left. A forked child may read the tensors of the
+    host's memory, but the lease stays its parent's.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import time
 from wcache import manifest as manifests
 from wcache.client.attachment import Attachment
 from wcache.client.collector import collector_paused
+from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import FIRST_PAUSE_S, LONGEST_PAUSE_S, Lease
 from wcache.control import DEFAULT_TIMEOUT_S, Control, SilentDaemonError
 from wcache.errors import (
@@ -100,7 +101,13 @@ def _mapped(
     wanted: Fingerprint | None,
     access: Access,
 ) -> Attachment:
-    manifest, mapping = _receive(attached, fds, access)
+    """Owns ``fds``: the attachment keeps them, and closes them with its lease."""
+    try:
+        manifest, mapping = _receive(attached, fds, access)
+    except BaseException:
+        close_all(fds)
+        raise
+    descriptors = MappedDescriptors(fds, attached.slabs)
     try:
         if wanted is not None and (found := compare(manifest.fingerprint, wanted)):
             raise _mismatch(paths.id, found)
@@ -110,9 +117,10 @@ def _mapped(
             generation=generation,
             manifest=manifest,
             mapping=mapping,
-            lease=lambda: Lease(paths, control, digest),
+            lease=lambda: Lease(paths, control, digest, descriptors),
         )
     except BaseException:
+        descriptors.close()
         mapping.close()
         raise
 
@@ -144,26 +152,21 @@ def _mismatch(rank: RankId, found: tuple[Difference, ...], hint: str = "") -> Mi
 
 
 def _receive(attached: Attached, fds: list[int], access: Access) -> tuple[Manifest, Mapping]:
-    """Checks and maps what came; owns ``fds``, which a mapping does not need any more."""
-    try:
-        data = read_sealed(fds[0], MAX_MANIFEST_BYTES)
-        digest = manifests.digest(data)
-        if digest != attached.manifest_digest:
-            raise ManifestError(f"manifest has digest {digest}, not {attached.manifest_digest}")
-        manifest = manifests.decode(data)
-        if not manifest.slabs or manifest.slabs != attached.slabs:
-            raise ManifestError("manifest is of other slabs than those that came with it")
-        _check_range(manifest)
-        slabs = [Slab(fd, info) for fd, info in zip(fds[1:], manifest.slabs, strict=True)]
-        for slab in slabs:
-            check_descriptor(slab.fd, slab.info)
-        first = manifest.slabs[0]
-        memory = open_memory(
-            "cuda" if first.kind == "cuda" else "cpu", device_uuid=first.device_uuid
-        )
-        return manifest, memory.map(slabs, access)
-    finally:
-        close_all(fds)
+    """Checks and maps what came; ``fds`` stay the caller's."""
+    data = read_sealed(fds[0], MAX_MANIFEST_BYTES)
+    digest = manifests.digest(data)
+    if digest != attached.manifest_digest:
+        raise ManifestError(f"manifest has digest {digest}, not {attached.manifest_digest}")
+    manifest = manifests.decode(data)
+    if not manifest.slabs or manifest.slabs != attached.slabs:
+        raise ManifestError("manifest is of other slabs than those that came with it")
+    _check_range(manifest)
+    slabs = [Slab(fd, info) for fd, info in zip(fds[1:], manifest.slabs, strict=True)]
+    for slab in slabs:
+        check_descriptor(slab.fd, slab.info)
+    first = manifest.slabs[0]
+    memory = open_memory("cuda" if first.kind == "cuda" else "cpu", device_uuid=first.device_uuid)
+    return manifest, memory.map(slabs, access)
 
 
 def _check_range(manifest: Manifest) -> None:

@@ -6,10 +6,11 @@ import select
 import threading
 import weakref
 
+from wcache.client.descriptors import MappedDescriptors
 from wcache.control import Control
-from wcache.errors import WcacheError
+from wcache.errors import NotReadyError, ProtocolError, WcacheError
 from wcache.paths import RankPaths
-from wcache.protocol import Leased, Refused, Renew
+from wcache.protocol import Leased, Message, Offer, Offered, OfferWanted, Refused, Renew
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +26,31 @@ class Lease:
     """Holds a connection to a rank's daemon and, when it ends, takes the lease up again.
 
     A thread of its own waits for the connection's end, reconnects with a growing pause for as long
-    as it takes, and asks for the same generation. Only a daemon that says that it does not hold
-    that generation any more ends the lease for good; the mapped weights stay valid even then.
+    as it takes, and asks for the same generation. A daemon that has lost it, and wants it, is given
+    the descriptors that were kept. Only a daemon that says that it does not hold that generation
+    any more ends the lease for good; the mapped weights stay valid even then.
 
     The lease belongs to the process that attached. In a forked child the inherited connection is
     closed and the lease is lost, so that it ends with the parent; a child that needs one of its
     own attaches again.
     """
 
-    def __init__(self, paths: RankPaths, control: Control, manifest_digest: str) -> None:
-        """Takes ownership of ``control``, on which the weights were attached."""
+    def __init__(
+        self,
+        paths: RankPaths,
+        control: Control,
+        manifest_digest: str,
+        descriptors: MappedDescriptors | None = None,
+    ) -> None:
+        """Takes ownership of ``control``, on which the weights were attached.
+
+        And of ``descriptors``, which are closed when the lease ends, once this has returned.
+        """
         self._paths = paths
         self._digest = manifest_digest
+        self._descriptors = descriptors or MappedDescriptors((), ())
         self._state = HELD
+        self._pause_s = FIRST_PAUSE_S
         self._control: Control | None = control
         # Readable once the lease is released. Only release() writes to it, once, and only the
         # thread closes it, after it has read that: no write can reach a descriptor used anew.
@@ -76,13 +89,15 @@ class Lease:
     def _keep(self) -> None:
         while (control := self._control) is not None and not self._lasts(control):
             control.close()
-            self._state = RENEWING
             log.warning(
                 "daemon of rank %s is gone: the weights stay mapped, the lease is being renewed",
                 self._paths.id,
             )
+            self._state = RENEWING
             self._control = None
             self._renew()
+        # Of no more use: either the lease is lost for good, or it was released.
+        self._descriptors.close()
         self._is_released(None)
         if self._control is not None:
             # A child that was forked behind Python's back has this socket too: closing this end
@@ -111,7 +126,7 @@ class Lease:
 
     def _renew(self) -> None:
         """Reconnects until there is a lease again, or it was released or lost for good."""
-        pause = FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         while True:
             forks = _forks
             try:
@@ -119,27 +134,40 @@ class Lease:
             except WcacheError as error:
                 refusal = getattr(error, "refusal", None)
                 if isinstance(refusal, Refused) and refusal.reason == "gone":
-                    self._state = f"lost: {refusal.message}"
                     log.warning("lease is lost, the weights stay mapped: %s", refusal.message)
+                    self._state = f"lost: {refusal.message}"
                     return
             except OSError:
                 pass  # the daemon is not back, or went again: the next round asks anew
             if self._control is not None and _is_own(forks):
-                self._state = HELD
                 log.info("lease on rank %s is renewed", self._paths.id)
+                self._state = HELD
                 return
             if self._control is not None:
                 self._control.channel.shutdown()
                 self._control.close()
                 self._control = None
-            if self._is_released(pause):
+            if self._is_released(self._pause_s):
                 return
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _renewed(self) -> Control:
+        """A connection with a lease; raises when the daemon gives none yet."""
         control = Control.connect(self._paths, "client", timeout_s=_RENEW_TIMEOUT_S)
         try:
-            control.request(Renew(manifest_digest=self._digest), Leased)
+            fds = self._descriptors.fds
+            answer = control.request(
+                Renew(manifest_digest=self._digest, can_offer=bool(fds)), Message
+            )
+            if isinstance(answer, OfferWanted):
+                control.request(Offer(slabs=self._descriptors.slabs), Offered, fds)
+                log.info(
+                    "daemon of rank %s has lost the weights and was given them", self._paths.id
+                )
+                self._pause_s = FIRST_PAUSE_S
+                raise NotReadyError(f"rank {self._paths.id} checks what it was given")
+            if not isinstance(answer, Leased):
+                raise ProtocolError(f"answer is a {type(answer).__name__}, not a Leased")
         except BaseException:
             control.close()
             raise
@@ -158,6 +186,7 @@ class Lease:
         if self._control is not None:
             self._control.close()
             self._control = None
+        self._descriptors.close()
         if self._releasing.acquire(blocking=False):
             self._state = "lost: this process was forked from the one that holds it"
             # The counter behind it is the parent's too: a write would end the parent's lease.

@@ -52,6 +52,8 @@ def judge(one: RankView, config: Config, *, before: RankView, elapsed_s: float) 
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
         )
+    if report.reclaiming:
+        return Verdict(outcome="waits", said="waiting for engines to give the weights back")
     if config.model.loader == "publish":
         return Verdict(outcome="ready", said="up, waits for the first engine to publish")
     if _loader_failed(one, before, elapsed_s):

@@ -17,6 +17,7 @@ from wcache.commands.rollout import (
 from wcache.commands.wanted import Args, Wanted, from_config, from_model
 from wcache.config import Config, load_config, save_config
 from wcache.errors import ConfigError, NoPermissionError, WcacheError
+from wcache.fingerprint import wanted_by
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
 from wcache.holdings import Others
 from wcache.memory.available import available_bytes
@@ -25,6 +26,7 @@ from wcache.memory.slab import slab_sizes
 from wcache.output import Output
 from wcache.paths import InstancePaths
 from wcache.ranks import RankView, holders, known_ranks, rank_words, read_config, view
+from wcache.served import read_served
 from wcache.supervise.interface import Supervisor
 from wcache.units import size
 
@@ -130,19 +132,38 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         if config.model.loader != "publish" and not Path(config.model.path).is_dir():
             out.warn(f"{config.model.path} is not there: lost weights could not be loaded again")
     else:
+        back = _coming_back(paths, views, config)
         # A configuration that is there already need not have its checkpoint there as well, as
         # long as nothing is to be loaded: that is why this is not looked at earlier.
-        if args.model is None:
+        if args.model is None and not all(views[r].serves(config) or r in back for r in local):
             wanted = from_config(config)
         taken = needs(wanted.checkpoint, config, out)
         rollout = decide(views, config)
-        to_load = {*rollout.load, *rollout.fresh}
+        to_load = {*rollout.load, *rollout.fresh}.difference(back)
+        if back:
+            out.say(f"{rank_words(back)}: engines that still have the weights give them back")
         check_memory([need for need in taken if need.rank in to_load], Free(), views, Others(paths))
     _warn_of_persistence(config, out)
     return Job(
         paths=paths, supervisor=supervisor, out=out, config=config, old=old, rollout=rollout,
         before=views,
     )  # fmt: skip
+
+
+def _coming_back(paths: InstancePaths, views: Mapping[int, RankView], config: Config) -> list[int]:
+    """Ranks without weights whose engines may live: what they have mapped is taken back."""
+    found = []
+    for rank in config.ranks.local_ranks():
+        report = views[rank].report
+        if report is not None and (report.generations or report.progress is not None):
+            continue
+        try:
+            served = read_served(paths.rank(rank).served_file)
+        except WcacheError:
+            continue  # the daemon says so, and loads
+        if served is not None and served.may_come_back(wanted_by(config, rank)):
+            found.append(rank)
+    return found
 
 
 def _wanted(args: Args, paths: InstancePaths, old: Config | None, out: Output) -> Wanted:

@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> int:
         _serve(server, rank, notifier, signals)
     finally:
         notifier.say("STOPPING=1")
+        rank.record()  # before the leases end with their connections
         server.close()
         ready.withdraw(paths)
     return ExitCode.CONFIGURATION if rank.failed else ExitCode.DONE
@@ -89,6 +90,7 @@ def _serve(server: Server, rank: Rank, notifier: Notifier, signals: Signals) -> 
             rank.extend_start(EXTENSION_S)
             rank.store_what_is_not()
             rank.free_drained()
+            rank.record()
             rank.say_status()
 
 

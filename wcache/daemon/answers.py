@@ -3,7 +3,7 @@
 from wcache.daemon.load import Load
 from wcache.fingerprint import Difference
 from wcache.paths import RankId
-from wcache.protocol import AskLoad, NothingToLoad, Refused
+from wcache.protocol import AskLoad, LeaseReport, NothingToLoad, Refused
 from wcache.state import RankState, loads
 
 
@@ -35,6 +35,25 @@ def gone(rank: RankId) -> Refused:
         message=f"rank {rank} does not hold that generation any more",
         hint="what is mapped stays valid; the engine maps the new weights when it restarts",
     )
+
+
+def may_not_give_back(rank: RankId, lease: LeaseReport) -> Refused:
+    return Refused(
+        reason="gone",
+        message=f"rank {rank} has lost that generation, and uid {lease.uid} may not give it back",
+        hint="publishers in [access] may: bytes that others read are taken from nobody else",
+    )
+
+
+def not_decided(rank: RankId) -> Refused:
+    return Refused(
+        reason="not_ready",
+        message=f"rank {rank} has lost that generation and is getting weights",
+    )
+
+
+def no_offer(why: str) -> Refused:
+    return Refused(reason="busy", message=f"nothing is taken back now: {why}")
 
 
 def busy(load: Load) -> Refused:

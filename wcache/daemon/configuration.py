@@ -8,6 +8,7 @@ import msgspec
 
 from wcache.config import MAX_CONFIG_BYTES, Config, load_config
 from wcache.errors import ConfigError, ProtocolError
+from wcache.fingerprint import Fingerprint, wanted_by
 from wcache.memory.memfd import create_sealed, read_sealed
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,19 @@ class Configuration:
         changed = config != self.current
         self.current = config
         return changed
+
+    def wanted(self, rank: int) -> Fingerprint | None:
+        """What weights of ``rank`` must be; None where nothing is known of it."""
+        if self.current is None or not 0 <= rank < self.current.ranks.world_size:
+            return None
+        return wanted_by(self.current, rank)
+
+    def missing(self, rank: int) -> str:
+        """Says that there is no such rank; empty when there is, or no configuration."""
+        if self.current is None or rank in range(self.current.ranks.world_size):
+            return ""
+        count = self.current.ranks.world_size
+        return f"the configuration has {count} ranks, and none with number {rank}"
 
     def make_stored(self) -> int:
         """A new descriptor of the current configuration, to be stored in place of the old one."""

@@ -12,10 +12,13 @@ from wcache.protocol import (
     AskLoad,
     AskReport,
     Attach,
+    Checked,
+    CheckOrder,
     Descriptors,
     Hello,
     LeaseReport,
     LoadFailed,
+    Offer,
     Progress,
     Publish,
     Refused,
@@ -36,9 +39,11 @@ MAX_COMMAND = 160
 _ROLES: dict[type[Request], Role] = {
     Attach: "client",
     Renew: "client",
+    Offer: "client",
     AskLoad: "loader",
     Progress: "loader",
     Publish: "loader",
+    Checked: "loader",
     LoadFailed: "loader",
     StoreAgain: "operator",
 }
@@ -50,7 +55,7 @@ def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_
         peer.announce(message.count)
         return
     fds = peer.take_fds()
-    if fds and not isinstance(message, Publish):
+    if fds and not isinstance(message, Publish | Offer):
         close_all(fds)
         _refuse(peer, Refused(reason="bad_request", message="descriptors came for no message"))
     elif isinstance(message, Hello):
@@ -95,13 +100,19 @@ def _answer(message: Request, peer: Connection, rank: Rank, fds: list[int]) -> N
             peer.queue(reply, given)
             return
         case Renew():
-            reply = rank.renew(number, _lease(peer), message)
+            reply = rank.renew(number, _lease(peer), message, trusted=_may_publish(peer, rank))
+        case Offer():
+            reply = rank.offer(_lease(peer), message, fds, trusted=_may_publish(peer, rank))
         case AskLoad():
             reply = rank.ask_load(number, peer.peer.pid, message)
+            peer.queue(reply, rank.reclaim.fds if isinstance(reply, CheckOrder) else ())
+            return
         case Progress():
             reply = rank.progress(number, message)
         case Publish():
             reply = rank.publish(number, message, fds)
+        case Checked():
+            reply = rank.checked(number, message)
         case LoadFailed():
             reply = rank.load_failed(number, message)
         case StoreAgain():
@@ -120,6 +131,10 @@ def _lease(peer: Connection) -> LeaseReport:
     return LeaseReport(
         pid=peer.peer.pid, uid=peer.peer.uid, command=command, generation=0, since=time.time()
     )
+
+
+def _may_publish(peer: Connection, rank: Rank) -> bool:
+    return may(peer.peer, rank.access, "loader")
 
 
 def _refuse(peer: Connection, refusal: Refused) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from wcache import manifest as manifests
 from wcache.daemon.handover import manifest_name, parse_manifest_name, parse_slab_name, slab_name
 from wcache.errors import ManifestError, ProtocolError
-from wcache.fingerprint import Fingerprint
+from wcache.fingerprint import Fingerprint, compare
 from wcache.manifest import MAX_MANIFEST_BYTES, SlabInfo
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
 from wcache.protocol import MAX_FDS_PER_TRANSFER, GenerationReport, How
+from wcache.units import size
 from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,12 @@ class Generation:
 
     def close(self) -> None:
         close_all(self.fds)
+
+    def in_words(self, leases: int | None = None) -> str:
+        said = f"{self.number}: {size(self.weight_bytes)} in {self.tensors} tensors"
+        if leases is None:
+            return said
+        return f"{said}, {leases} {'lease' if leases == 1 else 'leases'}"
 
     def report(self, *, serving: bool) -> GenerationReport:
         return GenerationReport(
@@ -100,6 +107,18 @@ def accept(number: int, how: How, fds: Sequence[int], announced: Sequence[SlabIn
         slab_fds=list(fds[1:]),
         slabs=tuple(announced),
     )
+
+
+def check_is_wanted(held: Generation, wanted: Fingerprint | None) -> None:
+    """Raises :class:`ManifestError` for weights that the configuration does not ask for."""
+    found = compare(held.fingerprint, wanted) if wanted is not None else ()
+    if found:
+        raise ManifestError(
+            "published weights are not the wanted ones: " + "; ".join(map(str, found))
+        )
+    slab, device = held.slabs[0], wanted and wanted.device
+    if (slab.kind == "cuda") != (device == "cuda"):
+        raise ManifestError(f"published slabs are {slab.kind} memory, wanted is {device}")
 
 
 def adopt(

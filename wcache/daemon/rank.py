@@ -11,22 +11,29 @@ import wcache
 from wcache.config import AccessSection, Config
 from wcache.daemon import answers, ready
 from wcache.daemon.configuration import Configuration
-from wcache.daemon.generation import Generation, accept, adopt
+from wcache.daemon.generation import Generation, accept, adopt, check_is_wanted
 from wcache.daemon.load import Load
 from wcache.daemon.notify import Notifier
+from wcache.daemon.reclaim import Reclaim, Standing
 from wcache.daemon.safekeeping import Safekeeping
 from wcache.errors import ConfigError, ManifestError, ProtocolError
-from wcache.fingerprint import Difference, Fingerprint, compare, wanted_by
+from wcache.fingerprint import Difference, Fingerprint, compare
 from wcache.paths import RankPaths
 from wcache.protocol import (
+    AskAgain,
     AskLoad,
     Attach,
     Attached,
+    Checked,
+    CheckOrder,
     Leased,
     LeaseReport,
     LoadFailed,
     LoadOrder,
     NothingToLoad,
+    Offer,
+    Offered,
+    OfferWanted,
     Progress,
     Publish,
     Published,
@@ -61,6 +68,7 @@ class Rank:
         self._since = time.time()
         self._drain_after = 0.0
         self._safekeeping = Safekeeping(notifier)
+        self.reclaim = Reclaim(paths.served_file)
         self._unreadable: dict[int, str] = {}
         self._load_problem = ""
         self._said = ""
@@ -79,15 +87,10 @@ class Rank:
         if not whole:
             return
         self.state = advance(self.state, RankEvent.ADOPTED)
-        self._serving = whole[-1].number
-        self._drain_after = time.monotonic() + DRAIN_GRACE_S
         held = whole[-1]
-        log.info(
-            "adopted generation %d: %s in %d tensors, nothing read from disk",
-            self._serving,
-            size(held.weight_bytes),
-            held.tensors,
-        )
+        self._serving = held.number
+        self._drain_after = time.monotonic() + DRAIN_GRACE_S
+        log.info("adopted generation %s, nothing read from disk", held.in_words())
 
     def begin(self) -> None:
         """Tells the world what there is; called once the socket listens.
@@ -98,8 +101,9 @@ class Rank:
             if self.config is None:
                 problems = self._configuration.problems
                 raise ConfigError(problems[0], problems=problems)
-            if missing := self._missing_in_configuration():
+            if missing := self._configuration.missing(self._paths.id.rank):
                 raise ConfigError(missing)
+            self.reclaim.begin(self._wanted())
         for problem in self._configuration.problems:
             log.error("%s", problem)
         self._safekeeping.keep_config(self._configuration)
@@ -150,25 +154,42 @@ class Rank:
         )
         return answer, held.fds
 
-    def renew(self, peer: int, lease: LeaseReport, message: Renew) -> Leased | Refused:
-        """Takes up the lease of a client that has the generation mapped already."""
+    def renew(
+        self, peer: int, lease: LeaseReport, message: Renew, *, trusted: bool
+    ) -> Leased | OfferWanted | Refused:
+        """Takes up a lease again; who is ``trusted`` may give back what this daemon has lost."""
         if peer in self._leases:
             return answers.leased_already()
         for held in self._generations.values():
             if held.manifest_digest == message.manifest_digest:
                 self._lease(peer, lease, held)
                 return Leased(generation=held.number)
-        return answers.gone(self._paths.id)
+        if self._generations:
+            return answers.gone(self._paths.id)
+        return self.reclaim.renew(self._standing(), lease, message, trusted=trusted)
+
+    def offer(
+        self, lease: LeaseReport, message: Offer, fds: list[int], *, trusted: bool
+    ) -> Offered | Refused:
+        """Takes back what a client has mapped, to be checked; owns ``fds`` from here on."""
+        answer = self.reclaim.offer(self._standing(), lease, message, fds, trusted=trusted)
+        self.say_status()
+        return answer
 
     def ask_load(
         self, peer: int, pid: int, message: AskLoad
-    ) -> LoadOrder | NothingToLoad | Refused:
+    ) -> LoadOrder | CheckOrder | AskAgain | NothingToLoad | Refused:
         """Gives the load to one peer at a time."""
         if self._load is not None:
             return answers.busy(self._load)
         self.refresh_configuration()
         if self._configuration.problems or self.config is None:
             return Refused(reason="invalid", message="; ".join(self._configuration.problems))
+        if not self._generations and (order := self.reclaim.order(peer, message, self._wanted())):
+            if isinstance(order, CheckOrder):
+                self._load = Load(peer=peer, pid=pid, generation=order.generation, phase="check")
+                self._step(RankEvent.LOAD_BEGUN)
+            return order
         if self.awaits_engine != (message.source == "engine"):
             return answers.wrong_source(self._paths.id, message)
         held = self._served()
@@ -177,7 +198,7 @@ class Rank:
             return answers.nothing_to_repair(self._paths.id)
         if held is not None and is_wanted and not message.repair:
             return answers.nothing_to_load(self._paths.id, held.number)
-        number = max((*self._generations, *self._unreadable), default=0) + 1
+        number = self._next_number()
         self._load = Load(peer=peer, pid=pid, generation=number)
         self._step(RankEvent.LOAD_BEGUN)
         log.info("pid %d loads generation %d of %s", pid, number, self.config.model.path)
@@ -196,11 +217,27 @@ class Rank:
             return answers.not_the_loader()
         try:
             new = accept(self._load.generation, "loaded", fds, message.slabs)
-            self._check_is_wanted(new)
+            check_is_wanted(new, self._wanted())
         except (ManifestError, ProtocolError) as error:
             close_all(fds)
             self._end_load(f"what pid {self._load.pid} published is refused: {error.message}")
             return Refused(reason="invalid", message=error.message, hint=error.hint)
+        return self._serve(new)
+
+    def checked(self, peer: int, message: Checked) -> Published | AskAgain | Refused:
+        """Serves what an engine has given back, or gives it up."""
+        if self._load is None or not self.reclaim.is_checked_by(peer):
+            return answers.not_the_loader()
+        problem = message.problem[:MAX_SENTENCE] or self.reclaim.unwanted(self._wanted())
+        if not problem:
+            return self._serve(self.reclaim.take())
+        self.reclaim.refuse(problem)
+        self._load = None
+        self._step(RankEvent.LOAD_ABANDONED)
+        return AskAgain(after_s=0)
+
+    def _serve(self, new: Generation) -> Published:
+        """Has a new generation stored, and then served."""
         self._load = None
         self._generations[new.number] = new
         self._load_problem = ""
@@ -208,13 +245,9 @@ class Rank:
         self._serving = new.number
         self._step(RankEvent.PUBLISHED)
         self._announce()
+        self.record()
         self.free_drained()
-        log.info(
-            "serving generation %d: %s in %d tensors",
-            new.number,
-            size(new.weight_bytes),
-            new.tensors,
-        )
+        log.info("serving generation %s", new.in_words())
         return Published(generation=new.number)
 
     def load_failed(self, peer: int, message: LoadFailed) -> Refused | None:
@@ -264,6 +297,7 @@ class Rank:
             ),
             leases=tuple(self._leases.values()),
             progress=self._load.report() if self._load is not None else None,
+            reclaiming=not self._generations and self.reclaim.is_expected,
         )
 
     # --- what the loop asks ---------------------------------------------------------------
@@ -280,6 +314,9 @@ class Rank:
             self._safekeeping.give_up(held)
             held.close()
             log.info("freed generation %d: %s", number, size(held.weight_bytes))
+
+    def record(self) -> None:
+        self.reclaim.keep(self._served(), self._leases.values())
 
     def store_what_is_not(self) -> None:
         """Tries again to have kept what the supervisor did not confirm."""
@@ -320,12 +357,13 @@ class Rank:
         # A first load that failed is the state itself, and said there.
         failed_before = self._load_problem and not self.failed
         reload = f"the last load failed: {self._load_problem}" if failed_before else ""
-        missing = self._missing_in_configuration()
+        missing = self._configuration.missing(self._paths.id.rank)
         found = (
             *self._configuration.problems,
             *self._unreadable.values(),
             missing,
             self._safekeeping.problem,
+            *self.reclaim.problems(),
             reload,
         )
         return tuple(problem for problem in found if problem)
@@ -343,28 +381,7 @@ class Rank:
         return None if self._serving is None else self._generations[self._serving]
 
     def _wanted(self) -> Fingerprint | None:
-        config, rank = self.config, self._paths.id.rank
-        if config is None or not 0 <= rank < config.ranks.world_size:
-            return None
-        return wanted_by(config, rank)
-
-    def _missing_in_configuration(self) -> str:
-        """Says that the configuration has no such rank; empty when it has, or is none."""
-        rank, config = self._paths.id.rank, self.config
-        if config is None or rank in range(config.ranks.world_size):
-            return ""
-        return f"the configuration has {config.ranks.world_size} ranks, and none with number {rank}"
-
-    def _check_is_wanted(self, published: Generation) -> None:
-        wanted = self._wanted()
-        found = compare(published.fingerprint, wanted) if wanted is not None else ()
-        if found:
-            raise ManifestError(
-                "published weights are not the wanted ones: " + "; ".join(map(str, found))
-            )
-        slab, device = published.slabs[0], wanted and wanted.device
-        if (slab.kind == "cuda") != (device == "cuda"):
-            raise ManifestError(f"published slabs are {slab.kind} memory, wanted is {device}")
+        return self._configuration.wanted(self._paths.id.rank)
 
     def _step(self, event: RankEvent) -> None:
         self.state = advance(self.state, event)
@@ -378,10 +395,25 @@ class Rank:
             generation=held.number,
             since=lease.since,
         )
+        self.record()
         self.say_status()
+
+    def _next_number(self) -> int:
+        return max((*self._generations, *self._unreadable), default=0) + 1
+
+    def _standing(self) -> Standing:
+        held, busy = self._served(), ""
+        if held is not None:
+            busy = f"generation {held.number} is held"
+        elif self._load is not None:
+            busy = f"a load is under way: {self._load.in_words()}"
+        return Standing(
+            rank=self._paths.id, wanted=self._wanted(), busy=busy, number=self._next_number()
+        )
 
     def _end_load(self, reason: str) -> None:
         log.error("load failed: %s", reason)
+        self.reclaim.drop()
         self._load, self._load_problem = None, reason
         # A publisher that died is no fault of the configuration: the next engine may publish.
         abandoned = self.awaits_engine and self.state is RankState.LOADING
@@ -407,15 +439,10 @@ class Rank:
             return f"load failed: {self._load_problem}"
         held, words = self._served(), []
         if held is not None:
-            leases = len(self._leases)
-            words.append(
-                f"serving generation {held.number}: {size(held.weight_bytes)}"
-                f" in {held.tensors} tensors,"
-                f" {leases} {'lease' if leases == 1 else 'leases'}"
-            )
+            words.append(f"serving generation {held.in_words(len(self._leases))}")
         if self._load is not None:
             words.append(f"loading generation {self._load.generation}: {self._load.in_words()}")
         if not words:
             who = "the first engine to publish" if self.awaits_engine else "the loader"
-            words.append(f"empty, waiting for {who}")
+            words.append(self.reclaim.in_words() or f"empty, waiting for {who}")
         return "; ".join(words)

@@ -26,8 +26,20 @@ from wcache.load.report import Conversation, ProgressReport, failure_told
 from wcache.manifest import Manifest, Storage, Tensor
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import RankId, RankPaths
-from wcache.protocol import AskLoad, LoadOrder, LoadSource, Message, NothingToLoad
+from wcache.protocol import (
+    MAX_TEXT,
+    AskAgain,
+    AskLoad,
+    Checked,
+    CheckOrder,
+    LoadOrder,
+    LoadSource,
+    Message,
+    NothingToLoad,
+    Published,
+)
 from wcache.units import size
+from wcache.wire import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +52,8 @@ CONNECT_S = 30.0
 _CONNECT_PAUSE_S = 0.1
 # The daemon checks every descriptor and waits for its supervisor to have stored them.
 PUBLISH_S = 300.0
+# For the daemon's next word on what is wanted, whatever it says.
+LONGEST_WAIT_S = 1.0
 
 
 def run(rank_id: RankId) -> None:
@@ -49,10 +63,10 @@ def run(rank_id: RankId) -> None:
     """
     with connect_when_up(RankPaths.of(rank_id)) as control:
         try:
+            control.channel.settimeout(PUBLISH_S)
             order = order_for_checkpoint(control)
             if order is None:
                 return
-            control.channel.settimeout(PUBLISH_S)
             with failure_told(control):
                 load(control, order, rank_id)
         except (ConnectionError, TimeoutError) as error:
@@ -75,11 +89,35 @@ def connect_when_up(paths: RankPaths, *, timeout_s: float = CONNECT_S) -> Contro
 
 
 def ask_load(control: Conversation, source: LoadSource) -> LoadOrder | NothingToLoad:
-    """What the daemon wants; raises what its refusal stands for."""
+    """What the daemon wants loaded; raises what its refusal stands for.
+
+    It may want bytes checked first that an engine has given back: when they are the right ones
+    nothing is left to load.
+    """
     reply = control.request(AskLoad(source=source), Message)
-    if isinstance(reply, LoadOrder | NothingToLoad):
-        return reply
-    raise ProtocolError(f"answer is a {type(reply).__name__}, not a LoadOrder")
+    while not isinstance(reply, LoadOrder | NothingToLoad):
+        if isinstance(reply, AskAgain):
+            time.sleep(min(reply.after_s, LONGEST_WAIT_S))
+            reply = control.request(AskLoad(source=source), Message)
+        elif isinstance(reply, CheckOrder):
+            reply = control.request(Checked(problem=_check(control, reply)), Message)
+        elif isinstance(reply, Published):
+            words = f"generation {reply.generation} was given back by an engine, and is right"
+            reply = NothingToLoad(message=words)
+        else:
+            raise ProtocolError(f"answer is a {type(reply).__name__}, not a LoadOrder")
+    return reply
+
+
+def _check(control: Conversation, order: CheckOrder) -> str:
+    from wcache.load.check import problem_of
+
+    fds = control.take_fds(1 + len(order.slabs))
+    try:
+        with failure_told(control):
+            return problem_of(order, fds, ProgressReport(control))[:MAX_TEXT]
+    finally:
+        close_all(fds)
 
 
 def order_for_checkpoint(control: Conversation) -> LoadOrder | None:

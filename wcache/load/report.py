@@ -22,6 +22,9 @@ class Conversation(Protocol):
     def tell(self, message: Request) -> None:
         """Sends a message that is not answered."""
 
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came with the last answer; the caller owns them."""
+
 
 class ProgressReport:
     """Sends :class:`Progress`, at most ten a second within a phase."""
