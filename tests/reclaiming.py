@@ -17,10 +17,20 @@ from tests.processes import Store, end, wait_for
 from tests.publishing import content, manifest, slab
 from wcache import manifest as manifests
 from wcache.control import Control
+from wcache.load.job import ask_load
 from wcache.manifest import Manifest
 from wcache.memory.digest import digest
 from wcache.memory.memfd import create_sealed
-from wcache.protocol import AskLoad, LoadOrder, Message, Offer, Publish, Published, Renew
+from wcache.protocol import (
+    AskLoad,
+    LoadOrder,
+    Message,
+    NothingToLoad,
+    Offer,
+    Publish,
+    Published,
+    Renew,
+)
 from wcache.wire import close_all
 
 T = TypeVar("T")
@@ -98,6 +108,17 @@ class Loss:
                     ).returncode
                 )
             )
+
+    def check(self) -> str:
+        """What a loader does, in this process, which has torch already; what it is told."""
+
+        def work() -> str:
+            with Control.connect(self.places.rank(), "loader") as control:
+                reply = ask_load(control, "checkpoint")
+                assert isinstance(reply, NothingToLoad)
+                return reply.message
+
+        return self.served(work)
 
     def log(self, part: str = "daemon.0") -> str:
         return (self.places.root / f"{part}.log").read_text()

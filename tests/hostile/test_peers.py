@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -263,17 +263,23 @@ def test_daemon_of_another_user_is_not_trusted(places: Places) -> None:
 
 
 def as_user(uid: int, places: Places, role: str) -> str:
-    """Greets as ``uid`` in a forked child; the error's message, or nothing when it was let in."""
+    """Greets as ``uid``; the error's message, or nothing when it was let in."""
+    # The daemon runs as root, which every client trusts.
+    return in_child(lambda: Control.connect(places.rank(), role).close(), uid=uid)  # type: ignore[arg-type]  # a Role
+
+
+def in_child(work: Callable[[], object], *, uid: int | None = None) -> str:
+    """Does ``work`` in a forked child; the message of its error, or nothing when there was none."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         said = "child failed"
         try:
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
-            # The daemon runs as root, which every client trusts.
-            Control.connect(places.rank(), role).close()  # type: ignore[arg-type]  # a Role
+            if uid is not None:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+            work()
             said = ""
         except WcacheError as error:
             said = error.message
