@@ -130,6 +130,31 @@ def test_a_store_into_the_map_ends_the_engine_that_did_it_alone(gpu: Gpu) -> Non
             engine.communicate()
 
 
+def test_a_live_engine_gives_back_what_down_gave_up(gpu: Gpu) -> None:
+    gpu.up()
+    first = gpu.report().serving
+    assert first is not None
+    engine = gpu.python(_ENGINE)
+    try:
+        before = said(engine)
+        assert gpu("down", "--force").code == 0
+        gpu.model.rename(gpu.places.root / "away")
+        done = gpu("up")
+        assert done.code == 0, done.stderr
+        second = gpu.report().serving
+        assert second is not None
+        assert (second.how, second.manifest_digest) == ("reclaimed", first.manifest_digest)
+        wait_for(lambda: len(gpu.report().leases) == 1, "the engine renews its lease")
+        assert said(engine) == before
+    finally:
+        engine.kill()
+        engine.communicate()
+    # Nobody but the supervisor and the daemon has it now.
+    assert gpu("verify").code == 0
+    assert gpu("down").code == 0
+    wait_for(lambda: used() <= gpu.before, "the GPU's memory is given back")
+
+
 def said(engine: "subprocess.Popen[str]") -> str:
     """The engine's sum; that its lease is held is checked elsewhere, for it may be renewing."""
     assert engine.stdin is not None

@@ -26,7 +26,8 @@ def down(
     """Stop ranks and free their weights. To keep the weights, use restart.
 
     Refused while engines hold leases, unless forced: an engine keeps what it has mapped until it
-    ends, so the memory would not be free, and nobody could attach to it any more.
+    ends, so the memory would not be free, and nobody could attach to it any more. The next up
+    takes the same weights back from it without reading them.
     """
     from wcache.supervise import supervisor_for
 

@@ -200,6 +200,8 @@ def _wait(
                 )
             if now.report is None or (old.report and now.report.pid == old.report.pid):
                 continue
+            if now.report.reclaiming:
+                continue  # engines may still give back what was lost
             del waiting[rank]
             out.say(f"rank {rank}: {_outcome(rank, old, now, time.monotonic() - begun)}")
         if waiting and time.monotonic() - begun > timeout:

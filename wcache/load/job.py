@@ -22,7 +22,7 @@ from wcache.load.publish import (
     publish_slabs,
     rank_memory,
 )
-from wcache.load.report import Conversation, ProgressReport, failure_told
+from wcache.load.report import Conversation, Inquiry, ProgressReport, failure_told
 from wcache.manifest import Manifest, Storage, Tensor
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import RankId, RankPaths
@@ -88,7 +88,7 @@ def connect_when_up(paths: RankPaths, *, timeout_s: float = CONNECT_S) -> Contro
         time.sleep(_CONNECT_PAUSE_S)
 
 
-def ask_load(control: Conversation, source: LoadSource) -> LoadOrder | NothingToLoad:
+def ask_load(control: Inquiry, source: LoadSource) -> LoadOrder | NothingToLoad:
     """What the daemon wants loaded; raises what its refusal stands for.
 
     It may want bytes checked first that an engine has given back: when they are the right ones
@@ -109,7 +109,7 @@ def ask_load(control: Conversation, source: LoadSource) -> LoadOrder | NothingTo
     return reply
 
 
-def _check(control: Conversation, order: CheckOrder) -> str:
+def _check(control: Inquiry, order: CheckOrder) -> str:
     from wcache.load.check import problem_of
 
     fds = control.take_fds(1 + len(order.slabs))
@@ -120,7 +120,7 @@ def _check(control: Conversation, order: CheckOrder) -> str:
         close_all(fds)
 
 
-def order_for_checkpoint(control: Conversation) -> LoadOrder | None:
+def order_for_checkpoint(control: Inquiry) -> LoadOrder | None:
     """The daemon's order; None, after saying why, when there is nothing to do."""
     reply = ask_load(control, "checkpoint")
     if isinstance(reply, NothingToLoad):

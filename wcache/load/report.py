@@ -22,6 +22,10 @@ class Conversation(Protocol):
     def tell(self, message: Request) -> None:
         """Sends a message that is not answered."""
 
+
+class Inquiry(Conversation, Protocol):
+    """A conversation in which the daemon may hand descriptors over too."""
+
     def take_fds(self, count: int) -> list[int]:
         """The descriptors that came with the last answer; the caller owns them."""
 
