@@ -96,7 +96,7 @@ class Daemon:
             self.failures.append(message)
 
     def take_fds(self, count: int) -> list[int]:
-        raise AssertionError("nothing is given back here")
+        raise AssertionError(f"{count} descriptors are asked for, and none were handed over")
 
     def __enter__(self) -> "Daemon":
         return self

@@ -26,7 +26,7 @@ class MappedDescriptors:
         self.slabs = slabs
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and len(self._fds) > soft // _SHARE:
-            log.info(
+            log.warning(
                 "%d descriptors are not kept, %d open files are allowed: these weights can not be"
                 " given back to a daemon that loses them (ulimit -n)",
                 len(self._fds),

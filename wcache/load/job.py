@@ -97,7 +97,7 @@ def ask_load(control: Inquiry, source: LoadSource) -> LoadOrder | NothingToLoad:
     reply = control.request(AskLoad(source=source), Message)
     while not isinstance(reply, LoadOrder | NothingToLoad):
         if isinstance(reply, AskAgain):
-            time.sleep(min(reply.after_s, LONGEST_WAIT_S))
+            time.sleep(min(max(0.0, reply.after_s), LONGEST_WAIT_S))
             reply = control.request(AskLoad(source=source), Message)
         elif isinstance(reply, CheckOrder):
             reply = control.request(Checked(problem=_check(control, reply)), Message)
