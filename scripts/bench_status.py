@@ -5,7 +5,8 @@
 The ranks are of a checkpoint and an instance of the benchmark's own, on the CPU: under wcache's
 own supervisor, or with --systemd in the tests' throw-away systemd, where status asks systemctl too.
 Each run times whole processes: an interpreter that does nothing, one that imports typer, and the
-status, one after the other, so that a busy machine is busy for all of them.
+status, one after the other, so that a busy machine is busy for all of them; the processor time that
+each took tells how busy that was.
 """
 
 import json
@@ -19,11 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RANKS = 8
+Times = dict[str, list[tuple[float, float]]]
+"""Seconds of wall and of processor time of each run, by program."""
 STATUS, BASE = "wcache status", "import typer"
 _TIMEOUT_S = 300
 # Run where the ranks are, by the interpreter that is measured.
 _MEASURE = f"""
-import json, subprocess, sys, time
+import json, resource, subprocess, sys, time
+def used():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 programs = {{
     "interpreter": [sys.executable, "-c", "pass"],
     {BASE!r}: [sys.executable, "-c", "import typer"],
@@ -32,29 +38,31 @@ programs = {{
 times = {{name: [] for name in programs}}
 for run in range(int(sys.argv[1]) + 1):
     for name, command in programs.items():
-        began = time.perf_counter()
+        before, began = used(), time.perf_counter()
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
         taken = time.perf_counter() - began
         if done.returncode:
             sys.exit(f"{{name}}: exit {{done.returncode}}: {{done.stderr.decode()}}")
         if run:  # the first reads the files from disk
-            times[name].append(taken)
+            times[name].append((taken, used() - before))
 print(json.dumps(times))
 """
 
 
 def main(runs: int, *, systemd: bool) -> None:
     times = (in_systemd if systemd else under_own_supervisor)(runs)
-    base = statistics.median(times[BASE])
+    base = statistics.median(wall for wall, _ in times[BASE])
     print(f"{RANKS} ranks under {'systemd' if systemd else 'wcache supervise'}, {runs} runs")
-    print(f"{'':16}{'median':>9}{'least':>9}{'most':>9}{'ratio':>7}")
+    print(f"{'':16}{'median':>9}{'least':>9}{'most':>9}{'ratio':>7}{'processor':>11}")
     for name, taken in times.items():
-        median = statistics.median(taken)
-        numbers = "".join(f"{one * 1e3:6.0f} ms" for one in (median, min(taken), max(taken)))
-        print(f"{name:16}{numbers}{median / base:7.2f}")
+        walls = [wall for wall, _ in taken]
+        median = statistics.median(walls)
+        numbers = "".join(f"{one * 1e3:6.0f} ms" for one in (median, min(walls), max(walls)))
+        cpu = statistics.median(used for _, used in taken)
+        print(f"{name:16}{numbers}{median / base:7.2f}{cpu * 1e3:8.0f} ms")
 
 
-def under_own_supervisor(runs: int) -> dict[str, list[float]]:
+def under_own_supervisor(runs: int) -> Times:
     root = Path(tempfile.mkdtemp(prefix="wcache-bench-"))
     os.environ.update(
         WCACHE_RUN_DIR=str(root / "run"),
@@ -69,7 +77,7 @@ def under_own_supervisor(runs: int) -> dict[str, list[float]]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def in_systemd(runs: int) -> dict[str, list[float]]:
+def in_systemd(runs: int) -> Times:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests.systemd.lab import MODELS, PYTHON, SOURCE, Lab
 
@@ -110,8 +118,8 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
-def parsed(text: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = json.loads(text)
+def parsed(text: str) -> Times:
+    found: Times = json.loads(text)
     return found
 
 
