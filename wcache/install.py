@@ -273,7 +273,7 @@ def _failed(what: str, path: Path, error: OSError) -> WcacheError:
     if isinstance(error, PermissionError):
         return NoPermissionError(
             f"no permission: {path} can not be {what}",
-            hint="--user has the units of your own manager",
+            hint="use sudo, or --user for the units of your own manager",
         )
     reason = (error.strerror or str(error)).lower()
     return WcacheError(f"{path} can not be {what}: {reason}")
