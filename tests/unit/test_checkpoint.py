@@ -1,7 +1,9 @@
 """Reading a checkpoint's folder, and what tells two checkpoints apart."""
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,61 @@ def test_a_fine_tune_of_the_same_layout_is_another_model(tmp_path: Path) -> None
     assert base.digest != tuned.digest
     assert [shard.header for shard in base.shards] == [shard.header for shard in tuned.shards]
     assert len(diff(base.shards, tuned.shards)) == 1
+
+
+def test_an_edit_outside_of_every_sample_is_told_by_the_files_time(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "m", {"w": torch.zeros(40_000, dtype=torch.uint8)})
+    before = identify(open_checkpoint(path))
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert identify(open_checkpoint(path)).digest != before.digest
+
+
+def test_a_copy_with_other_times_is_another_checkpoint_until_it_is_read(tmp_path: Path) -> None:
+    """Its samples are the same and the rest may be: a doubt is a mismatch."""
+    one = identify(open_checkpoint(write_llama(tmp_path / "a")))
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
+    shutil.copytree(tmp_path / "a", tmp_path / "c", copy_function=shutil.copy2)
+    assert identify(open_checkpoint(tmp_path / "b")).digest != one.digest
+    assert identify(open_checkpoint(tmp_path / "c")) == one
+
+
+def test_files_are_sampled_side_by_side_to_the_same_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", llama_tensors(), shards=9))
+    together = identify(checkpoint)
+    monkeypatch.setattr("wcache.checkpoint.identity._AT_ONCE", 1)
+    assert identify(checkpoint) == together
+
+
+def test_the_kernel_is_not_asked_to_read_ahead_for_an_empty_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length of 0 would mean the rest of the file."""
+    asked: list[int] = []
+
+    def advise(*arguments: int) -> None:
+        asked.append(arguments[2])
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    tensors = {"empty": torch.empty(0, 4), "one": torch.ones(2)}
+    identify(open_checkpoint(write_checkpoint(tmp_path / "m", tensors)))
+    assert asked == [8]
+
+
+def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(write_llama(tmp_path / "m"))
+    expected = identify(checkpoint)
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert identify(checkpoint) == expected
 
 
 def test_the_sample_is_from_the_middle_of_a_large_tensor(tmp_path: Path) -> None:

@@ -168,12 +168,22 @@ def _convert(name: str, value: Any, path: Path) -> _Info:
             f"{path}: tensor {quote(name)}: {reason[0].lower()}{reason[1:160]}",
             hint=HINT_DOWNLOAD,
         ) from None
-    # A lone surrogate can stand in JSON, but in no UTF-8 that a manifest could carry.
-    if not 0 < len(name) <= MAX_NAME_LENGTH or any("\ud800" <= sign <= "\udfff" for sign in name):
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not _is_utf8(name):
         raise CheckpointError(f"{path}: {quote(name)} can not be the name of a tensor")
     if len(info.shape) > MAX_DIMENSIONS:
         raise CheckpointError(f"{path}: tensor {quote(name)} has {len(info.shape)} dimensions")
     return info
+
+
+def _is_utf8(name: str) -> bool:
+    """False with a lone surrogate, which can stand in JSON, but in no UTF-8 of a manifest."""
+    if name.isascii():
+        return True
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_span(name: str, info: _Info, path: Path) -> None:
