@@ -26,12 +26,12 @@ class ResolvedModel:
     """The commit for a hub id; for a path whatever the operator called it."""
 
 
-def resolve_model(model: str, revision: str | None) -> ResolvedModel:
+def resolve_model(model: str, revision: str | None, *, download: bool = True) -> ResolvedModel:
     """The folder of ``model``, an existing directory or a hub id ``ORG/NAME``.
 
     The hub's local cache comes first: a revision that lies there is taken as it is, without a
-    look at the network. Raises :class:`CheckpointError` for a path that is not there and
-    :class:`WcacheError` for a hub id that can not be had.
+    look at the network; without ``download`` it is all there is. Raises :class:`CheckpointError`
+    for a path that is not there and :class:`WcacheError` for a hub id that can not be had.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -43,7 +43,7 @@ def resolve_model(model: str, revision: str | None) -> ResolvedModel:
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(
             f"no such checkpoint: {model or repr(model)}",
-            hint="--model takes a folder, or a hub id such as org/name",
+            hint="a model is a folder, or a hub id such as org/name",
         )
     try:
         import huggingface_hub
@@ -53,7 +53,13 @@ def resolve_model(model: str, revision: str | None) -> ResolvedModel:
             hint="pip install 'wcache[transformers]', or give the path of a folder",
         ) from None
     _ = huggingface_hub  # found; _snapshot imports what it needs
-    folder = _cached(model, revision) or _downloaded(model, revision)
+    folder = _cached(model, revision)
+    if folder is None and not download:
+        at = f" at revision {revision}" if revision else ""
+        raise CheckpointError(
+            f"{model}{at} is not in the hub's local cache", hint=f"hf download {model} gets it"
+        )
+    folder = folder or _downloaded(model, revision)
     # The cache names a snapshot's folder by its commit.
     commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
     return ResolvedModel(path=folder, hub_id=model, revision=commit)

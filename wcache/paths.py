@@ -74,7 +74,8 @@ def config_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """Logs of the direct supervisor: ``/var/lib/wcache``; ``WCACHE_STATE_DIR`` overrides."""
+    """Logs, and what was found out of checkpoints: ``/var/lib/wcache``; ``WCACHE_STATE_DIR``
+    overrides."""
     return _folder("WCACHE_STATE_DIR", "/var/lib/wcache", "XDG_STATE_HOME", ".local/state")
 
 
@@ -99,6 +100,11 @@ class InstancePaths:
     def lock_file(self) -> Path:
         """Held by a command that changes the instance."""
         return self.run / f"{self.instance or DEFAULT_FILE_NAME}.lock"
+
+    @property
+    def identity_folder(self) -> Path:
+        """For :class:`wcache.checkpoint.IdentityCache`, shared by all instances."""
+        return self.state / "identity"
 
     @property
     def supervisor_folder(self) -> Path:

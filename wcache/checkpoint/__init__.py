@@ -2,6 +2,7 @@
 
 from wcache.checkpoint.folder import Checkpoint, CheckpointConfig, open_checkpoint
 from wcache.checkpoint.header import CheckpointFile, TensorEntry
+from wcache.checkpoint.identities import IdentityCache
 from wcache.checkpoint.identity import Identity, diff, identify
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointFile",
     "Identity",
+    "IdentityCache",
     "TensorEntry",
     "diff",
     "identify",

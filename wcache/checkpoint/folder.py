@@ -1,5 +1,6 @@
 """A checkpoint folder: its config, its safetensors files and the tensors that it declares."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +70,8 @@ class Checkpoint:
     """Sorted by file and place in it, which is the order to read them in."""
     quantization_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     """Those of :data:`QUANTIZATION_FILES` that are there, by name."""
+    opened_ns: int = 0
+    """Unix time before any of it was read; 0 where that is not known."""
 
     @cached_property
     def total_bytes(self) -> int:
@@ -81,6 +84,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises :class:`CheckpointError` when it is absent, is no checkpoint, or any file that it needs
     is missing, truncated or contradicts itself.
     """
+    opened_ns = time.time_ns()
     try:
         names = {entry.name for entry in path.iterdir()}
     except OSError as error:
@@ -114,6 +118,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             for name in QUANTIZATION_FILES
             if name in names
         },
+        opened_ns=opened_ns,
     )
 
 

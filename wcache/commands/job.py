@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wcache import devices
-from wcache.checkpoint import Checkpoint
+from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.commands import follow
 from wcache.commands.rollout import (
     LOADER_CONTEXT_BYTES,
@@ -136,7 +136,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         # A configuration that is there already need not have its checkpoint there as well, as
         # long as nothing is to be loaded: that is why this is not looked at earlier.
         if args.model is None and not all(views[r].serves(config) or r in back for r in local):
-            wanted = from_config(config)
+            wanted = from_config(config, identities=IdentityCache(paths.identity_folder))
         taken = needs(wanted.checkpoint, config, out)
         rollout = decide(views, config)
         to_load = {*rollout.load, *rollout.fresh}.difference(back)
@@ -170,7 +170,8 @@ def _wanted(args: Args, paths: InstancePaths, old: Config | None, out: Output) -
     if args.model is None:
         return Wanted(config=old or load_config(paths.config_file), checkpoint=None)
     visible = () if args.device == "cpu" else devices.visible_gpus()
-    wanted = from_model(args, args.model, old, visible)
+    identities = IdentityCache(paths.identity_folder)
+    wanted = from_model(args, args.model, old, visible, identities=identities)
     model = wanted.config.model
     if model.hub_id:
         out.say(f"{model.hub_id} at {model.revision} is in {model.path}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from wcache import gate
-from wcache.checkpoint import Checkpoint, identify, open_checkpoint
+from wcache.checkpoint import Checkpoint, Identity, IdentityCache, identify, open_checkpoint
 from wcache.config import (
     AccessSection,
     Config,
@@ -85,23 +85,35 @@ class Wanted:
     config: Config
     checkpoint: Checkpoint | None
     """None where an engine publishes."""
+    identity: Identity | None = None
+    """Of ``checkpoint``; None where it was not asked for."""
 
 
-def from_model(args: Args, model: str, old: Config | None, visible: Sequence[Gpu]) -> Wanted:
+def from_model(
+    args: Args,
+    model: str,
+    old: Config | None,
+    visible: Sequence[Gpu],
+    *,
+    identities: IdentityCache | None = None,
+    download: bool = True,
+) -> Wanted:
     """The configuration for ``args``; what they can not say is kept from ``old``.
 
-    ``visible`` are the GPUs to choose from, in order.
+    ``visible`` are the GPUs to choose from, in order. Without ``download`` a hub id must be in the
+    local cache.
     """
     layout = args.layout
     loader: Loader = args.loader or "safetensors"
-    checkpoint = None
+    checkpoint = identity = None
     if loader == "publish":
         section = ModelSection(path=model, loader=loader)
     else:
-        resolved = resolve_model(model, args.revision)
+        resolved = resolve_model(model, args.revision, download=download)
         checkpoint = open_checkpoint(resolved.path)
         gate.check(checkpoint)
-        section = _model(args, resolved, checkpoint)
+        identity = _identify(checkpoint, identities)
+        section = _model(args, resolved, identity)
     before = old.memory if old else MemorySection()
     memory = MemorySection(
         device=args.device or ("cuda" if visible else "cpu"),
@@ -117,10 +129,11 @@ def from_model(args: Args, model: str, old: Config | None, visible: Sequence[Gpu
         memory=memory,
         access=old.access if old else AccessSection(),
     )
-    return Wanted(config=check_config(config, source="wcache up"), checkpoint=checkpoint)
+    config = check_config(config, source="wcache up")
+    return Wanted(config=config, checkpoint=checkpoint, identity=identity)
 
 
-def from_config(config: Config) -> Wanted:
+def from_config(config: Config, *, identities: IdentityCache | None = None) -> Wanted:
     """What a configuration that is there already asks for.
 
     Raises :class:`MismatchError` when the checkpoint is not the one it was written for, and what
@@ -131,7 +144,7 @@ def from_config(config: Config) -> Wanted:
     checkpoint = open_checkpoint(Path(config.model.path))
     gate.check(checkpoint)
     content = config.model.content
-    if content is not None and identify(checkpoint).digest != content:
+    if content is not None and _identify(checkpoint, identities).digest != content:
         raise MismatchError(
             f"{config.model.path} is not the checkpoint that the configuration was written for",
             hint=f"if it was changed on purpose: wcache up --model {config.model.path} …",
@@ -139,12 +152,16 @@ def from_config(config: Config) -> Wanted:
     return Wanted(config=config, checkpoint=checkpoint)
 
 
-def _model(args: Args, resolved: ResolvedModel, checkpoint: Checkpoint) -> ModelSection:
+def _identify(checkpoint: Checkpoint, identities: IdentityCache | None) -> Identity:
+    return identify(checkpoint) if identities is None else identities.identify(checkpoint)
+
+
+def _model(args: Args, resolved: ResolvedModel, identity: Identity) -> ModelSection:
     return ModelSection(
         path=str(resolved.path),
         hub_id=resolved.hub_id,
         revision=resolved.revision,
-        content=identify(checkpoint).digest,
+        content=identity.digest,
         dtype=args.dtype or "auto",
         quantization=args.quantization or "auto",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wcache import fp8, gate
-from wcache.checkpoint import Checkpoint, Identity, identify, open_checkpoint
+from wcache.checkpoint import Checkpoint, Identity, IdentityCache, open_checkpoint
 from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import CheckpointError, NoSuchRankError, ProtocolError, TryAgainError
@@ -25,7 +25,7 @@ from wcache.load.publish import (
 from wcache.load.report import Conversation, Inquiry, ProgressReport, failure_told
 from wcache.manifest import Manifest, Storage, Tensor
 from wcache.memory.slab import Access, Memory, Slab
-from wcache.paths import RankId, RankPaths
+from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.protocol import (
     MAX_TEXT,
     AskAgain,
@@ -140,7 +140,9 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
     progress.begin("plan", 0)
     checkpoint = open_checkpoint(Path(config.model.path))
     gate.check(checkpoint)  # before identify, which reads samples of the weights
-    identity = identify(checkpoint)
+    # wcache up has just found it out, most of the time.
+    cache = IdentityCache(InstancePaths.of(rank_id.instance).identity_folder, keep=False)
+    identity = cache.identify(checkpoint)
     check_content(config, checkpoint, identity)
     planned = plan(checkpoint, config, rank)
     memory = rank_memory(config, rank)
