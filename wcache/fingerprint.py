@@ -1,9 +1,13 @@
 """What weights are: the fingerprint of a rank, and how two of them are compared. Pure."""
 
+from collections.abc import Iterator
+
 import msgspec
 
 import wcache
 from wcache.config import Config, ModelSection
+
+NOT_SET = "not set"
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,8 +45,9 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     torch_version: str | None = None
     engine: str | None = None
     engine_version: str | None = None
-    switches: dict[str, str] = {}
-    """Engine settings that change the layout of the weights, by name."""
+    switches: dict[str, str] | None = None
+    """Engine settings that change the layout of the weights, by name: all that were set
+    (:mod:`wcache.switches`). One more or one less is another layout."""
 
     def digest(self) -> str:
         """``sha256:`` and 64 hexadecimal digits over the canonical JSON of all fields."""
@@ -65,21 +70,63 @@ def compare(held: Fingerprint, wanted: Fingerprint) -> tuple[Difference, ...]:
 
     A field that is wanted and not known of what is held is a difference: a doubt is a mismatch.
     """
-    found = []
+    found: list[Difference] = []
     for field in msgspec.structs.fields(Fingerprint):
         want, have = getattr(wanted, field.name), getattr(held, field.name)
-        if field.name == "switches":
-            found += [
-                Difference(f"switches.{name}", _text(have.get(name)), _text(want.get(name)))
-                for name in sorted(want)
-                if have.get(name) != want[name]
-            ]
-        elif want is not None and have != want:
-            found.append(Difference(field.name, _text(have), _text(want)))
+        if want is None or have == want:
+            continue
+        if field.name == "switches" and have is not None:
+            found += _switches(have, want)
+        else:
+            found.append(Difference(field.name, text_of(have), text_of(want)))
     return tuple(found)
 
 
-def _text(value: object) -> str:
+def _switches(held: dict[str, str], wanted: dict[str, str]) -> Iterator[Difference]:
+    for name in sorted(held.keys() | wanted.keys()):
+        have, want = held.get(name, NOT_SET), wanted.get(name, NOT_SET)
+        if have != want:
+            yield Difference(f"switches.{name}", have, want)
+
+
+# Names for people, and what a fix of wcache changes.
+_NAMES = frozenset({"model", "revision", "loader_version"})
+# What an engine makes of weights depends on it; what wcache reads from a checkpoint does not.
+_OF_ENGINES = frozenset(
+    {"dp_size", "dp_rank", "node_rank", "torch_version", "device_capability", "engine"}
+    | {"engine_version", "switches"}
+)
+
+
+def decisive(held: Fingerprint) -> Fingerprint:
+    """Of ``held`` the fields that other weights must meet to be the same bytes."""
+    if held.loader == "safetensors":
+        passed = _NAMES | _OF_ENGINES
+    elif held.content is not None:
+        passed = _NAMES
+    else:
+        # Nothing but the name that the operator gave says which model it is.
+        passed = _NAMES - {"model"}
+    return msgspec.structs.replace(held, **dict.fromkeys(passed))
+
+
+def differences(one: Fingerprint, other: Fingerprint) -> tuple[Difference, ...]:
+    """Where two fingerprints of held weights are not of the same bytes; empty when they are.
+
+    ``cached`` of each difference is of ``one`` and ``wanted`` of ``other``. A field that is known
+    of one side only is a difference.
+    """
+    found = {entry.field: entry for entry in compare(one, decisive(other))}
+    for entry in compare(other, decisive(one)):
+        found.setdefault(entry.field, Difference(entry.field, entry.wanted, entry.cached))
+    order = [field.name for field in msgspec.structs.fields(Fingerprint)]
+    return tuple(sorted(found.values(), key=lambda entry: order.index(entry.field.split(".")[0])))
+
+
+def text_of(value: object) -> str:
+    """A field's value as a person reads it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={value[name]}" for name in sorted(value)) or "none"
     return "unknown" if value is None else str(value)
 
 

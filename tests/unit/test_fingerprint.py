@@ -1,10 +1,19 @@
 """Comparing fingerprints: two different models are never taken for each other."""
 
+import hashlib
+
 import msgspec
 import pytest
 
 from wcache.config import Config, LayoutSection, MemorySection, ModelSection
-from wcache.fingerprint import Difference, Fingerprint, compare, held_from, wanted_by
+from wcache.fingerprint import (
+    Difference,
+    Fingerprint,
+    compare,
+    differences,
+    held_from,
+    wanted_by,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -52,8 +61,23 @@ def test_switches_are_compared_one_by_one() -> None:
     wanted = Fingerprint(switches={"A": "1", "B": "3", "C": "4"})
     assert [str(found) for found in compare(held, wanted)] == [
         "switches.B: cached 2, wanted 3",
-        "switches.C: cached unknown, wanted 4",
+        "switches.C: cached not set, wanted 4",
+        "switches.extra: cached x, wanted not set",
     ]
+
+
+def test_an_engine_without_switches_does_not_take_weights_that_were_made_with_one() -> None:
+    held = Fingerprint(switches={"A": "1"})
+    assert [str(found) for found in compare(held, Fingerprint(switches={}))] == [
+        "switches.A: cached 1, wanted not set"
+    ]
+    assert compare(held, Fingerprint()) == ()
+
+
+def test_switches_that_nobody_knows_are_a_mismatch_with_any() -> None:
+    for wanted, told in (({}, "none"), ({"B": "2", "A": "1"}, "A=1, B=2")):
+        found = compare(Fingerprint(), Fingerprint(switches=wanted))
+        assert found == (Difference("switches", "unknown", told),)
 
 
 def test_the_digest_knows_every_field_and_no_order() -> None:
@@ -113,3 +137,68 @@ def test_an_engine_that_publishes_decides_on_layout_and_dtype() -> None:
     assert compare(engine, wanted) == ()
     other = msgspec.structs.replace(engine, model="yours")
     assert [found.field for found in compare(other, wanted)] == ["model"]
+
+
+LOADED = held_from(config(), 0, architecture="Llama", torch_version="2.13", quantization="fp8")
+PUBLISHED = Fingerprint(
+    model="mine", loader="publish", device="cuda", dtype="bfloat16", tp_size=1, tp_rank=0,
+    torch_version="2.13", engine="vllm", engine_version="0.32.0", switches={"A": "1"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [LOADED, PUBLISHED], ids=["loaded", "published"])
+def test_held_weights_are_the_same_as_themselves(held: Fingerprint) -> None:
+    assert differences(held, held) == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "decides"),
+    [
+        ("content", True), ("architecture", True), ("loader", True), ("dtype", True),
+        ("quantization", True), ("quantization_config", True), ("tp_size", True),
+        ("tp_rank", True), ("pp_rank", True), ("ep_rank", True), ("device", True),
+        ("device_uuid", True), ("model", False), ("revision", False), ("loader_version", False),
+        ("torch_version", False), ("device_capability", False), ("dp_rank", False),
+        ("node_rank", False),
+    ],
+)  # fmt: skip
+def test_of_weights_read_from_a_checkpoint_the_content_decides_and_no_name(
+    field: str, decides: bool
+) -> None:
+    value: object = 7 if field.endswith(("_size", "_rank")) else "other"
+    other = msgspec.structs.replace(LOADED, **{field: value})
+    for one, two in ((LOADED, other), (other, LOADED)):
+        assert [found.field for found in differences(one, two)] == ([field] if decides else [])
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["model", "dtype", "tp_size", "torch_version", "engine", "engine_version", "dp_rank",
+     "device_capability"],
+)  # fmt: skip
+def test_of_published_weights_everything_decides_that_an_engine_may_have_looked_at(
+    field: str,
+) -> None:
+    value: object = 7 if field.endswith(("_size", "_rank")) else "other"
+    for changed in (value, None):
+        other = msgspec.structs.replace(PUBLISHED, **{field: changed})
+        expected = [field] if getattr(PUBLISHED, field) != changed else []
+        assert [found.field for found in differences(PUBLISHED, other)] == expected
+        assert [found.field for found in differences(other, PUBLISHED)] == expected
+
+
+def test_differences_are_told_from_the_first_to_the_second_in_the_order_of_the_fields() -> None:
+    other = msgspec.structs.replace(PUBLISHED, dtype=None, engine=None, switches={"B": "2"})
+    assert differences(PUBLISHED, other) == (
+        Difference("dtype", "bfloat16", "unknown"),
+        Difference("engine", "vllm", "unknown"),
+        Difference("switches.A", "1", "not set"),
+        Difference("switches.B", "not set", "2"),
+    )
+
+
+def test_the_digest_of_weights_without_switches_is_what_it_was() -> None:
+    """A daemon of the last version wrote it into ``rank.ready``."""
+    assert Fingerprint(model="m").digest() == (
+        "sha256:" + hashlib.sha256(b'{"model":"m"}').hexdigest()
+    )

@@ -2,12 +2,14 @@
 
 import secrets
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import msgspec
 import torch
 
+from wcache import switches as switch_table
 from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
@@ -42,7 +44,7 @@ def publish(
     extras: dict[str, Any] | None = None,
     engine: str | None = None,
     engine_version: str | None = None,
-    switches: dict[str, str] | None = None,
+    switches: Mapping[str, object] | None = None,
 ) -> int:
     """Copies every parameter, buffer and plain tensor attribute of ``module`` into a rank's memory.
 
@@ -52,12 +54,14 @@ def publish(
 
     ``model`` is what the caller believes to publish: when it is given it must be the
     ``model.path`` of the configuration. ``extras`` is JSON-able Python state for the engines that
-    attach, by dotted name. ``engine``, ``engine_version`` and ``switches``, settings that change
-    the layout of the weights, become part of the fingerprint.
+    attach, by dotted name. ``engine``, ``engine_version`` and ``switches`` become part of the
+    fingerprint: ``switches`` are settings that change the layout of the weights, by name, beside
+    the engine's environment variables, which are found here (:mod:`wcache.switches`).
 
-    Raises :class:`WcacheError` when the module has tensors that can not be mapped or the daemon
-    takes no weights from an engine, :class:`wcache.errors.UnsupportedQuantForIPCError` when the
-    module tells of a quantization that can not be kept, :class:`MismatchError` for another model,
+    Raises :class:`UsageError` for extras or switches that can not be told, :class:`WcacheError`
+    when the module has tensors that can not be mapped or the daemon takes no weights from an
+    engine, :class:`wcache.errors.UnsupportedQuantForIPCError` when the module tells of a
+    quantization that can not be kept, :class:`MismatchError` for another model,
     :class:`wcache.errors.OutOfMemoryError` before anything is copied, and
     :class:`wcache.errors.TryAgainError` when somebody else publishes or the daemon goes away.
     """
@@ -65,6 +69,7 @@ def publish(
     quantization = quantization_of(module)
     taken = harvest(module)
     kept = _checked_extras(extras or {})
+    set_here = switch_table.set_here(engine, switches)
     with Control.connect(RankPaths.of(rank_id), "loader") as control:
         control.channel.settimeout(PUBLISH_S)
         try:
@@ -85,7 +90,7 @@ def publish(
                 }
                 memory = rank_memory(config, rank)
                 found = held_from(config, rank, **known, **device_facts(memory))
-                found = msgspec.structs.replace(found, switches=switches or {})
+                found = msgspec.structs.replace(found, switches=set_here)
                 return publish_harvest(control, config, rank_id, taken, found, memory, kept)
         except (ConnectionError, TimeoutError) as error:
             raise TryAgainError(
