@@ -85,8 +85,8 @@ def fingerprint(
         )
     paths, ranks = select(instance, [] if running is None else [running])
     args = Args(
-        revision=revision, dtype=dtype, quantization=quantization, device=device, tp=tp, pp=pp, dp=dp, ep=ep, nnodes=nnodes,
-        node_rank=node_rank,
+        revision=revision, dtype=dtype, quantization=quantization, device=device, tp=tp, pp=pp,
+        dp=dp, ep=ep, nnodes=nnodes, node_rank=node_rank,
     )  # fmt: skip
     if args != Args() and all(is_file(name) for name in (model, diff) if name is not None):
         raise UsageError(
