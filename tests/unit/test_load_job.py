@@ -111,7 +111,7 @@ def test_every_load_is_a_generation_of_its_own(tmp_path: Path) -> None:
 def test_progress_goes_through_all_phases(tmp_path: Path) -> None:
     with _load(_config(write_llama(tmp_path / "m"))) as daemon:
         phases = list(dict.fromkeys(message.phase for message in daemon.progress))
-        assert phases == ["plan", "allocate", "read", "digest", "publish"]
+        assert phases == ["plan", "allocate", "read", "publish"]
         last = {message.phase: message for message in daemon.progress}
         weight_bytes = manifest_of(daemon.generation).weight_bytes
         assert last["read"].done_bytes == last["read"].total_bytes == weight_bytes

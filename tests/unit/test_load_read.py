@@ -16,10 +16,10 @@ from tests.loading import EMBEDDING, LLAMA
 from wcache.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
-from wcache.load.pieces import pieces
 from wcache.load.placement import place
 from wcache.load.plan import Part, Plan, Slice, lay_out
 from wcache.load.read import read_plan
+from wcache.load.reading.pieces import pieces
 from wcache.manifest import DTYPE_BYTES
 from wcache.memory import open_memory
 from wcache.memory.dtypes import TORCH_DTYPES

@@ -156,7 +156,7 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
         _log_quantized(planned)
     progress.begin("allocate", sum(sizes))
     with made_slabs(memory, sizes, progress.advance) as slabs:
-        storages = _fill(checkpoint, planned, memory, slabs, progress)
+        storages = _fill(checkpoint, planned, config, memory, slabs, progress)
         progress.begin("publish", 0)
         manifest = Manifest(
             id=secrets.token_hex(16),
@@ -223,23 +223,31 @@ def fingerprint(
 def _fill(
     checkpoint: Checkpoint,
     planned: Plan,
+    config: Config,
     memory: Memory,
     slabs: "Sequence[Slab]",
     progress: ProgressReport,
 ) -> tuple[Storage, ...]:
-    """Reads and digests; no mapping or tensor over the slabs is left, so that they can be sealed.
+    """Reads, and digests what was not digested on its way.
 
-    torch is imported here at the earliest: a loader with nothing to load ends without it.
+    No mapping or tensor over the slabs is left, so that they can be sealed. torch is imported here
+    at the earliest: a loader with nothing to load ends without it.
     """
     from wcache.load.read import read_plan
 
     mapping = memory.map(slabs, Access.WRITE)
     try:
         progress.begin("read", planned.weight_bytes)
-        read_plan(checkpoint, planned, mapping, progress.advance)
+        found = read_plan(
+            checkpoint, planned, mapping, progress.advance, shared=config.ranks.dp > 1
+        )
         check_scales(planned, mapping.tensor())
-        progress.begin("digest", planned.weight_bytes)
-        return digested(mapping.tensor(), planned.spans, progress.advance)
+        rest = [span for span in planned.spans if span not in found]
+        if rest:
+            progress.begin("digest", sum(nbytes for _, nbytes in rest))
+            storages = digested(mapping.tensor(), rest, progress.advance)
+            found |= {(one.offset, one.nbytes): one.digest for one in storages}
+        return tuple(Storage(*span, found[span]) for span in planned.spans)
     finally:
         mapping.close()
 

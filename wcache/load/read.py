@@ -1,29 +1,34 @@
-"""Streams the weights of a plan from the checkpoint's files into a rank's memory."""
+"""Reads the weights of a plan from the checkpoint's files into a rank's memory, in parallel."""
 
-import ctypes
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
-from math import prod
 from operator import attrgetter
-from pathlib import Path
 
 import torch
 
 from wcache.checkpoint import Checkpoint
-from wcache.checkpoint.document import HINT_DOWNLOAD, unreadable
-from wcache.checkpoint.identity import check_unchanged, open_unchanged
-from wcache.errors import CheckpointError
-from wcache.load.pieces import CHUNK_BYTES, Piece, pieces
-from wcache.load.plan import Plan, Scale, Target
-from wcache.load.quantize import quantize_into
+from wcache.checkpoint.identity import open_unchanged
+from wcache.load.plan import Plan
+from wcache.load.reading import numa
+from wcache.load.reading.files import SourceFile
+from wcache.load.reading.pieces import CHUNK_BYTES, Piece, begin_with_words, pieces
+from wcache.load.reading.staging import Slot, keep, scale_rows
+from wcache.load.reading.workers import work, worker_count
 from wcache.manifest import DTYPE_BYTES
-from wcache.memory.dtypes import TORCH_DTYPES
+from wcache.memory import driver
+from wcache.memory.digest import finish, partial
 from wcache.memory.host import HostMapping
 from wcache.memory.slab import Mapping
 
-# A piece must end between two elements, whatever their dtype.
-_LARGEST_ELEMENT = 8
+Span = tuple[int, int]
+"""Offset and bytes of a storage, as :attr:`Plan.spans` has it."""
+
+# A slot is copied to the GPU in one go, which large ones make better use of. Each reader has two:
+# one is filled while the other drains.
+_SLOT_BYTES = 16 << 20
+_SLOTS = 2
 
 
 def read_plan(
@@ -32,118 +37,184 @@ def read_plan(
     mapping: Mapping,
     progress: Callable[[int], None],
     *,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> None:
+    chunk_bytes: int | None = None,
+    workers: int | None = None,
+    shared: bool = False,
+    digested: bool = True,
+) -> dict[Span, str]:
     """Fills ``mapping`` with the weights of ``plan``.
 
-    ``progress`` is called with the bytes written so far. Beside the mapping, one chunk of memory is
-    used at most. Raises :class:`CheckpointError` when a file is not what its header said any more.
+    Returns the digests of the storages that were digested on the way: on the host and unless
+    ``digested`` is False all, but for weights that are quantized and tensors whose pieces are no
+    whole words. ``progress`` is called, in this thread, with the bytes written so far. Files that
+    are not in the page cache are read past it, unless other ranks read the same: ``shared`` says
+    that they read all of it. Beside the mapping, two chunks of memory are used by each worker at
+    most, and for what is converted two more on the device.
+
+    Raises :class:`CheckpointError` when a file can not be read or is not what its header said any
+    more. No thread is left then, and nothing refers to the mapping.
     """
-    reader = _Reader(mapping, progress, chunk_bytes)
-    files = {file.name: file for file in checkpoint.files}
-    # The order of the plan is that of the bytes on disk, but a tied tensor may stand apart.
-    order = sorted(plan.stored, key=attrgetter("source.file", "source.start"))
-    for name, targets in groupby(order, key=attrgetter("source.file")):
-        fd = open_unchanged(checkpoint, files[name])
+    on_host = isinstance(mapping, HostMapping)
+    chunk_bytes = chunk_bytes or (CHUNK_BYTES if on_host else _SLOT_BYTES)
+    largest = max(DTYPE_BYTES.values())
+    if chunk_bytes < largest or chunk_bytes % largest:
+        raise ValueError(f"chunks of {chunk_bytes} bytes would cut elements")
+    files = _Files(checkpoint, plan, chunk_bytes, shared=shared, digested=digested and on_host)
+    lanes: list[_Lane] = []
+
+    @contextlib.contextmanager
+    def worker() -> Iterator[Callable[[tuple[SourceFile, Piece]], int]]:
+        lane = _Lane(mapping, files)
+        lanes.append(lane)
         try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            for target in targets:
-                reader.read(fd, checkpoint.path / name, target)
-            check_unchanged(checkpoint, files[name], fd)
+            yield lane.read
         finally:
-            os.close(fd)
+            lane.close()
+
+    try:
+        with _single_threaded_torch():
+            work(files.pieces(), worker, workers or worker_count(on_host=on_host), progress)
+        files.check_unchanged()
+    finally:
+        files.close()
+    sums = dict.fromkeys(files.in_words, 0)
+    for lane in lanes:
+        for span, total in lane.sums.items():
+            sums[span] += total
+    return {span: finish(total, span[1]) for span, total in sums.items()}
 
 
-class _Reader:
-    def __init__(self, mapping: Mapping, progress: Callable[[int], None], chunk_bytes: int) -> None:
-        if chunk_bytes < _LARGEST_ELEMENT or chunk_bytes % _LARGEST_ELEMENT:
-            raise ValueError(f"chunks of {chunk_bytes} bytes would cut elements")
-        self._range = mapping.tensor()
+class _Files:
+    """What is to be read, file by file, in the order of their bytes."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, chunk_bytes: int, *, shared: bool, digested: bool
+    ) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.in_words: set[Span] = set()
+        """Storages that can be digested piece by piece."""
+        self._checkpoint = checkpoint
+        # The order of the plan is that of the bytes on disk, but a tied tensor may stand apart.
+        self._targets = sorted(plan.stored, key=attrgetter("source.file", "source.start"))
+        self._shared, self._digested = shared, digested
+        # Where this rank has slices of some tensors, other ranks want the rest of them, and all of
+        # the others.
+        self._is_sharded = any(target.slice is not None for target in self._targets)
+        self._open: list[SourceFile] = []
+
+    def pieces(self) -> Iterator[tuple[SourceFile, Piece]]:
+        files = {file.name: file for file in self._checkpoint.files}
+        for name, targets in groupby(self._targets, key=attrgetter("source.file")):
+            found: list[Piece] = []
+            for target in targets:
+                parts = list(pieces(target, self.chunk_bytes))
+                if self._digested and target.scale is None and begin_with_words(parts):
+                    self.in_words.add((target.offset, target.nbytes))
+                found += parts
+            file = SourceFile(self._checkpoint, files[name], len(found))
+            self._open = [one for one in self._open if not one.is_done] + [file]
+            yield from ((file, piece) for piece in found)
+
+    def is_mine(self, piece: Piece) -> bool:
+        """True when no other rank reads these bytes: else the page cache spares it the disk."""
+        if self._shared or not piece.is_run:
+            return False
+        return piece.target.slice is not None or not self._is_sharded
+
+    def check_unchanged(self) -> None:
+        """Raises :class:`CheckpointError` for a file that is not the one whose header was read.
+
+        After everything: what was written to while it was read shows now, wherever that was.
+        """
+        for file in self._checkpoint.files:
+            os.close(open_unchanged(self._checkpoint, file))
+
+    def close(self) -> None:
+        for file in self._open:
+            file.close()
+
+
+class _Lane:
+    """One worker's way from files to memory."""
+
+    def __init__(self, mapping: Mapping, files: _Files) -> None:
+        self._content = mapping.tensor()
         # Host memory can be read into without a detour.
-        self._direct = mapping.buffer() if isinstance(mapping, HostMapping) else None
-        self._progress = progress
-        self._chunk_bytes = chunk_bytes
-        self._done = 0
-        self._staging: torch.Tensor | None = None
+        self._host = mapping if isinstance(mapping, HostMapping) else None
+        self._view = self._host.buffer() if self._host is not None else None
+        self._files = files
+        self._slots: list[Slot] = []
+        self.sums: dict[Span, int] = {}
+        """By storage, what its pieces add to its digest."""
+        if self._content.is_cuda:
+            numa.bind_near(driver.pci_address(self._content.device.index))
 
-    def read(self, fd: int, path: Path, target: Target) -> None:
-        if target.scale is not None:
-            self._quantize(fd, path, target, target.scale)
-            return
-        converted = target.dtype != target.source.dtype
-        place = target.offset
-        for piece in pieces(target, self._chunk_bytes):
-            if self._direct is not None and piece.is_run and not converted:
-                end = place + piece.kept_bytes
-                _fill(fd, self._direct[place:end], piece.start, path)
+    def read(self, task: tuple[SourceFile, Piece]) -> int:
+        """Brings one piece to its place; returns the bytes that it became."""
+        file, piece = task
+        file.open()
+        if self._host is not None:
+            self._host.populate(piece.place, piece.nbytes)
+        direct = self._files.is_mine(piece) and file.is_cold(piece.start, piece.read_bytes)
+        if self._view is not None and piece.is_plain and piece.is_run and not direct:
+            file.fill(self._view[piece.place : piece.place + piece.nbytes], piece.start)
+        else:
+            slot = self._slot(piece.read_bytes)
+            skip = 0
+            if direct:
+                skip = file.fill_direct(slot.view, piece.start, piece.read_bytes)
             else:
-                staging = self._stage(piece.read_bytes)
-                _fill(fd, _view(staging), piece.start, path)
-                end = self._keep(staging, piece, target, place)
-            self._done += end - place
-            place = end
-            self._progress(self._done)
+                file.fill(slot.view[: piece.read_bytes], piece.start)
+            keep(slot, skip, piece, self._content)
+        file.piece_done()
+        self._digest(piece)
+        return piece.nbytes + _scale_bytes(piece)
 
-    def _quantize(self, fd: int, path: Path, target: Target, scale: Scale) -> None:
-        """Reads this rank's slice to where it will be kept, whole, and quantizes it there."""
-        nbytes = prod(target.shape) * DTYPE_BYTES[target.source.dtype]
-        source = torch.empty(nbytes, dtype=torch.uint8, device=self._range.device)
-        place = 0
-        for piece in pieces(target, self._chunk_bytes):
-            staging = self._stage(piece.read_bytes)
-            _fill(fd, _view(staging), piece.start, path)
-            rows = staging.view(piece.rows, piece.row_bytes)
-            end = place + piece.kept_bytes
-            kept = source[place:end].view(piece.rows, piece.width)
-            kept.copy_(rows[:, piece.skip : piece.skip + piece.width])
-            place = end
-        quantize_into(
-            source.view(TORCH_DTYPES[target.source.dtype]).view(target.shape),
-            self._range[target.offset : target.offset + target.nbytes]
-            .view(TORCH_DTYPES[target.dtype])
-            .view(target.shape),
-            self._range[scale.offset : scale.offset + scale.nbytes]
-            .view(torch.float32)
-            .view(scale.shape),
-        )
-        self._done += target.nbytes + scale.nbytes
-        self._progress(self._done)
-
-    def _stage(self, nbytes: int) -> torch.Tensor:
-        """uint8[nbytes] of the one staging buffer; pinned where a GPU is to copy from it."""
-        if self._staging is None:
-            pinned = self._range.is_cuda
-            self._staging = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
-        return self._staging[:nbytes]
-
-    def _keep(self, staging: torch.Tensor, piece: Piece, target: Target, place: int) -> int:
-        """Cuts and converts what was staged into its place; returns where that ends."""
-        wanted = staging.view(piece.rows, piece.row_bytes)
-        wanted = wanted[:, piece.skip : piece.skip + piece.width]
-        if target.dtype == target.source.dtype:
-            end = place + piece.kept_bytes
-            self._range[place:end].view(piece.rows, piece.width).copy_(wanted)
-            return end
-        elements = wanted.view(TORCH_DTYPES[target.source.dtype])
-        end = place + elements.numel() * DTYPE_BYTES[target.dtype]
-        kept = self._range[place:end].view(TORCH_DTYPES[target.dtype])
-        kept.view(elements.shape).copy_(elements)
-        return end
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which must outlive the view."""
-    array = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
-
-
-def _fill(fd: int, view: memoryview, start: int, path: Path) -> None:
-    done = 0
-    while done < len(view):
+    def close(self) -> None:
+        """Waits for what is queued, and gives memory and buffers up."""
         try:
-            count = os.preadv(fd, [view[done:]], start + done)
-        except OSError as error:
-            raise unreadable(path, error) from None
-        if not count:
-            raise CheckpointError(f"{path} shrank while it was read", hint=HINT_DOWNLOAD)
-        done += count
+            for slot in self._slots:
+                slot.queue.wait()
+        finally:
+            del self._content, self._view
+            self._slots.clear()
+
+    def _slot(self, nbytes: int) -> Slot:
+        """The buffer that was filled longest ago, when it is free again."""
+        room = max(nbytes, self._files.chunk_bytes)
+        if len(self._slots) < (_SLOTS if self._host is None else 1):
+            self._slots.append(Slot(room, self._content.device))
+            return self._slots[-1]
+        slot = self._slots.pop(0)
+        slot.queue.wait()
+        if slot.nbytes < nbytes:
+            slot = Slot(room, self._content.device)
+        self._slots.append(slot)
+        return slot
+
+    def _digest(self, piece: Piece) -> None:
+        """While the piece is in this core's cache."""
+        span = (piece.target.offset, piece.target.nbytes)
+        if span not in self._files.in_words:
+            return
+        part = self._content[piece.place : piece.place + piece.nbytes]
+        total = partial(part, piece.place - piece.target.offset)
+        self.sums[span] = self.sums.get(span, 0) + total
+
+
+def _scale_bytes(piece: Piece) -> int:
+    scale = piece.target.scale
+    if scale is None:
+        return 0
+    return scale_rows(piece)[1] * scale.shape[1] * DTYPE_BYTES["F32"]
+
+
+@contextlib.contextmanager
+def _single_threaded_torch() -> Iterator[None]:
+    """Operations stay in the thread that they are called in: all cores have one of ours already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -9,6 +9,8 @@ from typing import Any
 
 from wcache.errors import OutOfMemoryError, WcacheError
 
+_PCI_ADDRESS_BYTES = 32
+
 # cuda.bindings is an extra without type stubs, so its objects are Any here and go no further than
 # this module: outside it a handle, an address and a device's ordinal are plain integers.
 
@@ -128,6 +130,32 @@ def has_context(ordinal: int) -> bool:
     result = _driver().cuDevicePrimaryCtxGetState(_device(ordinal))
     _, active = _check("cuDevicePrimaryCtxGetState", result)
     return bool(active)
+
+
+def pci_address(ordinal: int) -> str:
+    """Where sysfs has the GPU: ``0000:3b:00.0``, below /sys/bus/pci/devices; needs no context."""
+    result = _driver().cuDeviceGetPCIBusId(_PCI_ADDRESS_BYTES, _device(ordinal))
+    raw = _check("cuDeviceGetPCIBusId", result)
+    return bytes(raw).split(b"\0", 1)[0].decode().lower()
+
+
+def copy_rows(
+    ordinal: int, *, stream: int, to: int, source: int, pitch: int, width: int, rows: int
+) -> None:
+    """Queues a copy of ``rows`` runs of ``width`` bytes on ``stream``.
+
+    ``source`` is the address of the first in pinned host memory, and ``pitch`` the bytes from each
+    to the next; they lie back to back from ``to`` on, an address of this GPU.
+    """
+    cuda = _driver()
+    copy = cuda.CUDA_MEMCPY2D()
+    copy.srcMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_HOST
+    copy.srcHost, copy.srcPitch = source, pitch
+    copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.dstDevice, copy.dstPitch = to, width
+    copy.WidthInBytes, copy.Height = width, rows
+    with primary_context(ordinal):
+        _check("cuMemcpy2DAsync", cuda.cuMemcpy2DAsync(copy, cuda.CUstream(stream)))
 
 
 def compile_kernel(source: str, name: str, ordinal: int) -> int:
