@@ -3,9 +3,10 @@
     python scripts/bench_load.py [--device cpu|cuda] [--gib N] [--runs N] [--folder DIR] …
 
 Makes a checkpoint of random bytes, sharded as save_pretrained does it, and reads it into a wcache
-slab mapping that is there before the clock starts, each way in a fresh process, in turn, with the
-files in the page cache and without. Prints medians in GB/s of the bytes that are wanted, and as
-parts of the best plain read of the same run. What is not installed is left out and said.
+slab mapping, each way in a fresh process, in turn, with the files in the page cache and without.
+The slabs are allocated before the clock starts, as a loader has them, so on the host nobody has
+written to their pages yet; a CUDA context is there too. Prints medians in GB/s of the bytes that
+are wanted, and as parts of the best plain read of the same run. What is not installed is said so.
 """
 
 import argparse
@@ -31,7 +32,9 @@ WAYS = {
     "plain-2": "plain preadv, 2 threads",
     "plain-8": "plain preadv, 8 threads",
     "plain-16": "plain preadv, 16 threads",
+    "plain-8-populated": "plain preadv, 8 threads, pages populated by each",
     "wcache": "wcache",
+    "wcache-cached": "wcache, never past the page cache",
     "wcache-digested": "wcache, digests too",
     "load_file": "safetensors load_file + copy",
     "fastsafetensors": "fastsafetensors + copy",
@@ -86,6 +89,7 @@ def report(options: argparse.Namespace, model: Path) -> None:
         caches.remove("cold")
     ways = options.ways.split(",")
     rates: dict[str, dict[str, list[float]]] = {way: {one: [] for one in caches} for way in ways}
+    costs: dict[str, list[float]] = {way: [] for way in ways}
     seen: dict[str, set[str]] = {}
     absent: set[str] = set()
     for _ in range(options.runs):
@@ -99,34 +103,36 @@ def report(options: argparse.Namespace, model: Path) -> None:
                     absent.add(way)
                     continue
                 rates[way][cache].append(found["bytes"] / found["s"] / 1e9)
+                costs[way].append(found["cpu_s"] / found["bytes"] * 1e9)
                 seen.setdefault(found["kind"], set()).add(found["digest"])
     print(f"\n{options.device}, {total / 2**30:.1f} GiB in {len(files)} files,"
           f" {os.cpu_count()} cores, medians of {options.runs}\n")  # fmt: skip
-    table(rates, caches, absent)
+    table(rates, costs, caches)
     same = all(len(digests) == 1 for digests in seen.values())
     print(f"\nall of them wrote the same bytes: {same}")
 
 
-def table(rates: dict[str, dict[str, list[float]]], caches: list[str], absent: set[str]) -> None:
-    names = WAYS | SHARDED
-    print("| | " + " | ".join(f"{cache}, GB/s | of the best plain" for cache in caches) + " |")
-    print("|---|" + "---|" * 2 * len(caches))
-    best = {
-        cache: max(
-            (statistics.median(found[cache]) for way, found in rates.items()
-             if way.startswith(PLAIN) and found[cache]), default=0.0,
-        )
-        for cache in caches
-    }  # fmt: skip
-    for way, found in rates.items():
+def table(
+    rates: dict[str, dict[str, list[float]]], costs: dict[str, list[float]], caches: list[str]
+) -> None:
+    heads = [head for cache in caches for head in (f"{cache}, GB/s", "of the best plain")]
+    print("| | " + " | ".join([*heads, "CPU s/GB"]) + " |")
+    print("|---|" + "---|" * (len(heads) + 1))
+    medians = {
+        way: {cache: statistics.median(found[cache]) for cache in caches if found[cache]}
+        for way, found in rates.items()
+    }
+    plain_ways = [found for way, found in medians.items() if way.startswith(PLAIN)]
+    for way, found in medians.items():
         cells = []
         for cache in caches:
-            if way in absent:
+            best = max((one[cache] for one in plain_ways if one), default=0.0)
+            if not found:
                 cells += ["not installed", ""]
                 continue
-            rate = statistics.median(found[cache])
-            cells += [f"{rate:.2f}", f"{rate / best[cache]:.2f}" if best[cache] else ""]
-        print(f"| {names[way]} | " + " | ".join(cells) + " |")
+            cells += [f"{found[cache]:.2f}", f"{found[cache] / best:.2f}" if best else ""]
+        cells.append(f"{statistics.median(costs[way]):.2f}" if costs[way] else "")
+        print(f"| {(WAYS | SHARDED)[way]} | " + " | ".join(cells) + " |")
 
 
 def child(options: argparse.Namespace, way: str, model: Path) -> dict[str, Any] | None:
@@ -165,17 +171,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
     sizes = slab_sizes(plan.total_bytes, 1 << 30, memory.granularity)
     slabs = [memory.create(nbytes) for nbytes in sizes]
     mapping = memory.map(slabs, Access.WRITE)
-    if options.device == "cpu":
-        mapping.populate(0, mapping.nbytes)
     content = mapping.tensor()
     read = reader(options, checkpoint, plan, mapping, content)
     synchronize(options.device)
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     read()
     synchronize(options.device)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - worked
     kind = "plain" if options.way.startswith(PLAIN) else "sharded" if is_sharded else "whole"
-    return {"s": seconds, "bytes": plan.weight_bytes, "kind": kind, "digest": proof(plan, content)}
+    return {
+        "s": seconds,
+        "cpu_s": cpu,
+        "bytes": plan.weight_bytes,
+        "kind": kind,
+        "digest": proof(plan, content),
+    }
 
 
 def rank_memory(device: str) -> Any:
@@ -219,7 +229,7 @@ def reader(
         def run() -> None:
             found = read_plan(
                 checkpoint, plan, mapping, lambda _: None, workers=options.workers,
-                chunk_bytes=chunk, digested="digested" in way,
+                chunk_bytes=chunk, digested="digested" in way, shared="cached" in way,
             )  # fmt: skip
             if "digested" in way:
                 digested(content, [one for one in plan.spans if one not in found], lambda _: None)
@@ -227,7 +237,8 @@ def reader(
         return run
     files = [checkpoint.path / file.name for file in checkpoint.files]
     if way.startswith(PLAIN):
-        return lambda: plain(files, content, mapping, int(way.partition("-")[2]))
+        _, threads, *more = way.split("-")
+        return lambda: plain(files, content, mapping, int(threads), bool(more))
     places = dict(views(plan, content))
     ways = {"load_file": load_file, "fastsafetensors": fastsafetensors, "runai": runai,
             "slice-tp": get_slice}  # fmt: skip
@@ -245,7 +256,9 @@ def views(plan: Any, content: Any) -> Iterator[tuple[str, Any]]:
         yield target.name, part.view(TORCH_DTYPES[target.dtype]).view(target.shape)
 
 
-def plain(files: list[Path], content: Any, mapping: Any, threads: int) -> None:
+def plain(
+    files: list[Path], content: Any, mapping: Any, threads: int, populated: bool = False
+) -> None:
     """Whole files, back to back: what the machine gives when nobody asks what is in them."""
     import torch
 
@@ -263,6 +276,8 @@ def plain(files: list[Path], content: Any, mapping: Any, threads: int) -> None:
         view = mapping.buffer()
         while (task := tasks.get()) is not None:
             fd, start, place, nbytes = task
+            if populated:
+                mapping.populate(place, nbytes)
             done = 0
             while done < nbytes:
                 done += os.preadv(fd, [view[place + done : place + nbytes]], start + done)
@@ -418,20 +433,32 @@ def warm(files: list[Path]) -> None:
 
 def drop(files: list[Path]) -> bool:
     """Puts the files out of the page cache; False where they can not be."""
-    for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    for _ in range(20):
+        if not any(is_cached(file) for file in files):
+            return True
+        # What another thread is about to read, or has just read, stays where it is at first.
+        time.sleep(0.1)
+    return False
+
+
+def is_cached(file: Path) -> bool:
+    """Drops ``file``, and looks at 64 bytes of it."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a look is no reason to read ahead
+        nbytes = os.fstat(fd).st_size
+        found = 0
+        for part in range(64):
             try:
-                os.preadv(fd, [bytearray(1)], os.fstat(fd).st_size // 2, os.RWF_NOWAIT)
-                return False
+                found += os.preadv(fd, [bytearray(1)], nbytes * part // 64, os.RWF_NOWAIT)
             except BlockingIOError:
-                pass
+                continue
             except OSError:  # tmpfs, for one, can not tell
-                return False
-        finally:
-            os.close(fd)
-    return True
+                return True
+        return found > 0
+    finally:
+        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ from wcache.fingerprint import Fingerprint, held_from
 from wcache.load import module as modules
 from wcache.load.harvest import harvest, quantization_of
 from wcache.load.module import publish_harvest
-from wcache.load.publish import check_memory
+from wcache.load.publish import check_memory, made_slabs
 from wcache.manifest import Tensor
 from wcache.memory import open_memory
+from wcache.memory.host import HostMemory
+from wcache.memory.slab import Slab
 from wcache.paths import RankId
 
 pytestmark = pytest.mark.unit
@@ -338,3 +340,35 @@ def test_transformers_tells_its_method() -> None:
     model.config.quantization_config = transformers.Mxfp4Config()
     with pytest.raises(UnsupportedQuantForIPCError, match="quantized with MXFP4 can not be kept"):
         quantization_of(model)
+
+
+def test_slabs_that_were_made_are_given_back_when_one_can_not_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = HostMemory()
+    made: list[Slab] = []
+    create = memory.create
+
+    def limited(nbytes: int) -> Slab:
+        if nbytes > 2 << 20:
+            raise OutOfMemoryError("no more")
+        made.append(create(nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(memory, "create", limited)
+    sizes = [2 << 20, 2 << 20, 4 << 20, 2 << 20, 2 << 20]
+    told: list[int] = []
+    with pytest.raises(OutOfMemoryError, match="no more"), made_slabs(memory, sizes, told.append):
+        pytest.fail("there are not enough slabs")
+    assert len(made) >= 2
+    assert all(slab.fd == -1 for slab in made)
+    assert told == [2 << 20, 4 << 20]
+
+
+def test_slabs_come_in_the_order_of_their_sizes() -> None:
+    sizes = [2 << 20, 6 << 20, 4 << 20, 2 << 20]
+    told: list[int] = []
+    with made_slabs(HostMemory(), sizes, told.append) as slabs:
+        assert [slab.nbytes for slab in slabs] == sizes
+        assert told == [2 << 20, 8 << 20, 12 << 20, 14 << 20]
+    assert all(slab.fd == -1 for slab in slabs)

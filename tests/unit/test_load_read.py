@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.loading import EMBEDDING, LLAMA
+from tests.reading import Elsewhere
 from wcache.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
@@ -22,6 +23,7 @@ from wcache.load.read import read_plan
 from wcache.load.reading.pieces import pieces
 from wcache.manifest import DTYPE_BYTES
 from wcache.memory import open_memory
+from wcache.memory.digest import digest
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, slab_sizes
 
@@ -32,15 +34,22 @@ CHUNKS = [8, 24, 1000, 4096, 16 << 20]
 
 
 def loaded(checkpoint: Checkpoint, planned: Plan, chunk_bytes: int) -> dict[str, torch.Tensor]:
-    """Reads ``planned`` into real host slabs; the tensors of it, as copies."""
+    """Reads ``planned`` into real host slabs; the tensors of it, as copies.
+
+    Digests that were computed on the way are those of the bytes.
+    """
     memory = open_memory("cpu")
     sizes = slab_sizes(planned.total_bytes, 2 << 20, memory.granularity)
     slabs = [memory.create(nbytes) for nbytes in sizes]
     mapping = memory.map(slabs, Access.WRITE)
     seen = [0]
     try:
-        read_plan(checkpoint, planned, mapping, seen.append, chunk_bytes=chunk_bytes)
+        digests = read_plan(checkpoint, planned, mapping, seen.append, chunk_bytes=chunk_bytes)
         content = mapping.tensor()
+        for (offset, nbytes), found_digest in digests.items():
+            assert found_digest == digest(content[offset : offset + nbytes])
+        if chunk_bytes % 64 == 0:  # every other tensor is digested on its way
+            assert all(span in digests for span in planned.spans)
         found = {
             target.name: content[target.offset : target.offset + target.nbytes]
             .clone()
@@ -154,21 +163,6 @@ def test_sharding_and_conversion_at_once(tmp_path: Path) -> None:
         assert same(loaded(checkpoint, planned, chunk_bytes)[name], expected)
 
 
-class Elsewhere:
-    """Memory that can not be read into, as that of a GPU: everything goes through the staging."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.content = torch.zeros(nbytes, dtype=torch.uint8)
-        self.address = self.content.data_ptr()
-        self.nbytes = nbytes
-
-    def tensor(self) -> torch.Tensor:
-        return self.content
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("dtype", [None, "F16"])
 def test_staged_bytes_are_those_that_are_read_directly(tmp_path: Path, dtype: str | None) -> None:
     checkpoint = open_checkpoint(write_llama(tmp_path / "m"))
@@ -216,6 +210,7 @@ def test_pieces_gather_exactly_the_slice(
 
     gathered: list[int] = []
     for piece in pieces(target, chunk * 8):
+        assert piece.place == target.offset + len(gathered)
         assert 0 < piece.read_bytes <= chunk * 8
         assert start <= piece.start
         assert piece.start + piece.read_bytes <= start + nbytes

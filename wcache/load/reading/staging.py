@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from wcache.load.plan import Scale
+from wcache.load.quantize import quantize_into
 from wcache.load.reading.files import hull_bytes
 from wcache.load.reading.pieces import BLOCK_ROWS, Piece
 from wcache.memory import driver
@@ -87,7 +88,9 @@ class Slot:
         room = hull_bytes(nbytes)
         self.queue: Queue
         if device.type == "cuda":
-            self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+            # A thread that has not chosen a device would make a context on the first one.
+            with torch.cuda.device(device):
+                self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
             self.queue = Stream(device)
         else:
             # Tensor and view keep the map, which is gone with the last of them.
@@ -134,9 +137,6 @@ def scale_rows(piece: Piece) -> tuple[int, int]:
 def _quantize(
     values: torch.Tensor, weight: torch.Tensor, piece: Piece, scale: Scale, content: torch.Tensor
 ) -> None:
-    # Needed by none but these. Ignored as long as the module is not in the same tree.
-    from wcache.load.quantize import quantize_into  # type: ignore[import-untyped, unused-ignore]
-
     whole = content[scale.offset : scale.offset + scale.nbytes].view(torch.float32)
     first, count = scale_rows(piece)
     quantize_into(values, weight, whole.view(scale.shape)[first : first + count])
