@@ -1,7 +1,5 @@
 """How rows are read, and weights that are quantized on their way."""
 
-import sys
-import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +10,11 @@ import torch
 from tests.checkpoints import write_checkpoint
 from tests.reading import Elsewhere, many
 from wcache.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from wcache.fp8 import BLOCK
 from wcache.load.plan import Part, Plan, Scale, Slice, align, lay_out
+from wcache.load.quantize import quantize_into
 from wcache.load.read import read_plan
-from wcache.load.reading.pieces import BLOCK_ROWS, begin_with_words, pieces
+from wcache.load.reading.pieces import begin_with_words, pieces
 from wcache.memory.host import HostMapping, HostMemory
 from wcache.memory.slab import Access, Slab
 
@@ -50,29 +50,14 @@ def quantized(source: TensorEntry, part: Slice | None) -> Plan:
     return Plan((replace(target, scale=scale),), align(offset + scale.nbytes))
 
 
-def stand_in(source: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """What the real one promises of shapes and blocks, with a simpler arithmetic."""
-    assert source.dtype in (torch.bfloat16, torch.float32)
-    assert weight.shape == source.shape
-    assert (weight.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
-    for row in range(scale.shape[0]):
-        for column in range(scale.shape[1]):
-            at = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
-            scale[row, column] = source[at].float().abs().max()
-            weight[at] = (source[at].float() / scale[row, column]).to(torch.float8_e4m3fn)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("part", [None, Slice(0, 128, 384), Slice(1, 256, 512)])
 @pytest.mark.parametrize("chunk_bytes", [64, 256 << 10, 4 << 20])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_weight_that_is_quantized_on_its_way_is_the_whole_one_quantized(
-    tmp_path: Path, mapping: HostMapping, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, mapping: HostMapping,
     dtype: torch.dtype, part: Slice | None, chunk_bytes: int, on_host: bool,
 ) -> None:  # fmt: skip
-    module = types.ModuleType("wcache.load.quantize")
-    module.quantize_into = stand_in  # type: ignore[attr-defined]  # it is made here
-    monkeypatch.setitem(sys.modules, "wcache.load.quantize", module)
     whole = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", {"w": whole}))
     planned = quantized(checkpoint.tensors["w"], part)
@@ -86,7 +71,7 @@ def test_a_weight_that_is_quantized_on_its_way_is_the_whole_one_quantized(
     mine = whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
     weight = torch.empty(target.shape, dtype=torch.float8_e4m3fn)
     scale = torch.empty(target.scale.shape)
-    stand_in(mine, weight, scale)
+    quantize_into(mine, weight, scale)
     content = to.tensor()
     found = content[target.offset : target.offset + target.nbytes]
     assert found.equal(weight.view(torch.uint8).view(-1))
@@ -104,9 +89,9 @@ def test_pieces_of_a_weight_that_is_quantized_part_no_block(
     found = list(pieces(target, chunk_bytes))
     assert sum(piece.rows for piece in found) == target.shape[0]
     for piece in found:
-        assert piece.rows % BLOCK_ROWS == 0
+        assert piece.rows % BLOCK == 0
         assert piece.width == target.shape[1] * 2
-        assert (piece.place - target.offset) % (BLOCK_ROWS * target.shape[1]) == 0
+        assert (piece.place - target.offset) % (BLOCK * target.shape[1]) == 0
 
 
 # How rows are read

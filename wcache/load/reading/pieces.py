@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from wcache.fp8 import BLOCK
 from wcache.load.plan import Target
 from wcache.manifest import DTYPE_BYTES
 
 CHUNK_BYTES = 4 << 20
 """What is read at a time on the host: large enough that calls cost nothing, small enough to be in
 the cache still when it is cut, converted and digested."""
-BLOCK_ROWS = 128
-"""Rows that share a scale when a weight is quantized on its way, so that no piece parts them."""
-
 _WORD_BYTES = 8
 # Of rows of which a part is wanted, either everything is read and the part copied out, or every
 # row's part is read by a call of its own, which costs about a microsecond of Python however little
@@ -80,7 +78,7 @@ def pieces(target: Target, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
 
     A slice of the first dimension is one run of bytes. One of a later dimension is a column: rows
     are read whole and cut, or each for itself, as the comment above measured. A target that is
-    quantized comes in whole rows, :data:`BLOCK_ROWS` of them or a multiple, which may then be more
+    quantized comes in whole rows, one block of them or a multiple, which may then be more
     than ``chunk_bytes``.
     """
     source, part = target.source, target.slice
@@ -100,7 +98,7 @@ def pieces(target: Target, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
             skip, width = 0, inner
         else:
             start = source.start
-        step = max(chunk_bytes // row_bytes // BLOCK_ROWS, 1) * BLOCK_ROWS
+        step = max(chunk_bytes // row_bytes // BLOCK, 1) * BLOCK
         yield from _stripes(target, start, rows, row_bytes, skip, width, step)
     elif width == row_bytes:
         yield from _run(target, source.start, rows * row_bytes, 0, chunk_bytes)

@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 
+from wcache.fp8 import BLOCK
 from wcache.load.plan import Scale
 from wcache.load.quantize import quantize_into
 from wcache.load.reading.files import hull_bytes
-from wcache.load.reading.pieces import BLOCK_ROWS, Piece
+from wcache.load.reading.pieces import Piece
 from wcache.memory import driver
 from wcache.memory.dtypes import TORCH_DTYPES
 
@@ -131,7 +132,7 @@ def keep(slot: Slot, skip: int, piece: Piece, content: torch.Tensor) -> None:
 def scale_rows(piece: Piece) -> tuple[int, int]:
     """Which rows of its target's scale a piece fills, as (first, count)."""
     first = piece.before // piece.width
-    return first // BLOCK_ROWS, -(-piece.rows // BLOCK_ROWS)
+    return first // BLOCK, -(-piece.rows // BLOCK)
 
 
 def _quantize(
