@@ -76,7 +76,7 @@ def _check(path: Path, line: str, monkeypatch: pytest.MonkeyPatch, tp: int = 1) 
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(job, "identify", read)
+    monkeypatch.setattr("wcache.checkpoint.identities.identify", read)
     config = Config(model=ModelSection(path=str(path)), layout=LayoutSection(tp=tp))
     with Daemon(config) as daemon, pytest.raises(CheckpointError) as caught:
         job.load(daemon, LoadOrder(generation=1, config=config), RankId("", 0))
