@@ -43,7 +43,7 @@ def empty_rank(places: Places) -> Iterator[None]:
         stop.set()
         thread.join()
         server.close()
-        for generation in rank._generations.values():
+        for generation in rank._holdings:
             generation.close()
 
 

@@ -11,11 +11,11 @@ import wcache
 from wcache.config import AccessSection, Config
 from wcache.daemon import answers, ready
 from wcache.daemon.configuration import Configuration
-from wcache.daemon.generation import Generation, accept, adopt, check_is_wanted
+from wcache.daemon.generation import Generation, accept, check_is_wanted
+from wcache.daemon.holdings import Holdings
 from wcache.daemon.load import Load
 from wcache.daemon.notify import Notifier
 from wcache.daemon.reclaim import Reclaim, Standing
-from wcache.daemon.safekeeping import Safekeeping
 from wcache.errors import ConfigError, ManifestError, ProtocolError
 from wcache.fingerprint import Difference, Fingerprint, compare
 from wcache.paths import RankPaths
@@ -43,13 +43,10 @@ from wcache.protocol import (
     Stored,
 )
 from wcache.state import RankEvent, RankState, advance
-from wcache.units import size
 from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
 
-# After a restart, clients of a draining generation have this long to renew before it is freed.
-DRAIN_GRACE_S = 30.0
 # The supervisor takes messages of 4,096 bytes.
 MAX_SENTENCE = 800
 
@@ -61,15 +58,11 @@ class Rank:
         self._paths = paths
         self._notifier = notifier
         self._configuration = config_file
-        self._generations: dict[int, Generation] = {}
-        self._serving: int | None = None
+        self._holdings = Holdings(notifier)
         self._leases: dict[int, LeaseReport] = {}
         self._load: Load | None = None
         self._since = time.time()
-        self._drain_after = 0.0
-        self._safekeeping = Safekeeping(notifier)
         self.reclaim = Reclaim(paths.served_file)
-        self._unreadable: dict[int, str] = {}
         self._load_problem = ""
         self._said = ""
         self.state = RankState.EMPTY
@@ -78,18 +71,10 @@ class Rank:
 
     def adopt(self, handed_over: dict[str, int]) -> None:
         """Takes over what the supervisor kept; anything that is no whole generation is freed."""
-        whole, dropped, self._unreadable = adopt(handed_over)
-        for name in dropped:
-            log.warning("descriptor %s belongs to no whole generation and is dropped", name)
-            self._notifier.remove(name)
-        for generation in whole:
-            self._generations[generation.number] = generation
-        if not whole:
+        held = self._holdings.adopt(handed_over)
+        if held is None:
             return
         self.state = advance(self.state, RankEvent.ADOPTED)
-        held = whole[-1]
-        self._serving = held.number
-        self._drain_after = time.monotonic() + DRAIN_GRACE_S
         log.info("adopted generation %s, nothing read from disk", held.in_words())
 
     def begin(self) -> None:
@@ -97,7 +82,7 @@ class Rank:
 
         Raises :class:`ConfigError` when there are neither weights nor a usable configuration.
         """
-        if not self._generations:
+        if not self._holdings:
             if self.config is None:
                 problems = self._configuration.problems
                 raise ConfigError(problems[0], problems=problems)
@@ -106,9 +91,9 @@ class Rank:
             self.reclaim.begin(self._wanted())
         for problem in self._configuration.problems:
             log.error("%s", problem)
-        self._safekeeping.keep_config(self._configuration)
+        self._holdings.keep_config(self._configuration)
         self.say_status()
-        if self._generations:
+        if self._holdings:
             self._announce()
         else:
             ready.withdraw(self._paths)
@@ -141,7 +126,7 @@ class Rank:
         """Gives the served generation; the descriptors go out in front of the answer."""
         if peer in self._leases:
             return answers.leased_already(), []
-        held = self._served()
+        held = self._holdings.served
         if held is None:
             return answers.not_ready(self._paths.id, self.state, self.sentence()), []
         if message.wanted is not None:
@@ -160,11 +145,11 @@ class Rank:
         """Takes up a lease again; who is ``trusted`` may give back what this daemon has lost."""
         if peer in self._leases:
             return answers.leased_already()
-        for held in self._generations.values():
-            if held.manifest_digest == message.manifest_digest:
-                self._lease(peer, lease, held)
-                return Leased(generation=held.number)
-        if self._generations:
+        held = self._holdings.by_digest(message.manifest_digest)
+        if held is not None:
+            self._lease(peer, lease, held)
+            return Leased(generation=held.number)
+        if self._holdings:
             return answers.gone(self._paths.id)
         return self.reclaim.renew(self._standing(), lease, message, trusted=trusted)
 
@@ -185,20 +170,20 @@ class Rank:
         self.refresh_configuration()
         if self._configuration.problems or self.config is None:
             return Refused(reason="invalid", message="; ".join(self._configuration.problems))
-        if not self._generations and (order := self.reclaim.order(peer, message, self._wanted())):
+        if not self._holdings and (order := self.reclaim.order(peer, message, self._wanted())):
             if isinstance(order, CheckOrder):
                 self._load = Load(peer=peer, pid=pid, generation=order.generation, phase="check")
                 self._step(RankEvent.LOAD_BEGUN)
             return order
         if self.awaits_engine != (message.source == "engine"):
             return answers.wrong_source(self._paths.id, message)
-        held = self._served()
+        held = self._holdings.served
         is_wanted = held is not None and not self.differences()
         if message.repair and not is_wanted:
             return answers.nothing_to_repair(self._paths.id)
         if held is not None and is_wanted and not message.repair:
             return answers.nothing_to_load(self._paths.id, held.number)
-        number = self._next_number()
+        number = self._holdings.next_number
         self._load = Load(peer=peer, pid=pid, generation=number)
         self._step(RankEvent.LOAD_BEGUN)
         log.info("pid %d loads generation %d of %s", pid, number, self.config.model.path)
@@ -239,10 +224,9 @@ class Rank:
     def _serve(self, new: Generation) -> Published:
         """Has a new generation stored, and then served."""
         self._load = None
-        self._generations[new.number] = new
         self._load_problem = ""
-        self._safekeeping.keep(new)
-        self._serving = new.number
+        self._holdings.keep(new)
+        self._holdings.serve(new.number)
         self._step(RankEvent.PUBLISHED)
         self._announce()
         self.record()
@@ -267,11 +251,10 @@ class Rank:
 
     def store_again(self) -> Stored:
         """Hands every descriptor to a supervisor that came back after it had died."""
-        count = sum(self._safekeeping.keep(held) for held in self._generations.values())
-        count += self._safekeeping.keep_config_again(self._configuration)
+        count = self._holdings.store_again(self._configuration)
         self._said = ""
         self.say_status()
-        if self._generations:
+        if self._holdings:
             self._announce()
         elif self.awaits_engine:
             self._notifier.say("READY=1")
@@ -292,42 +275,31 @@ class Rank:
             differences=self.differences(),
             expected_fds=self._expected_fds(),
             generations=tuple(
-                held.report(serving=number == self._serving)
-                for number, held in self._generations.items()
+                held.report(serving=held is self._holdings.served) for held in self._holdings
             ),
             leases=tuple(self._leases.values()),
             progress=self._load.report() if self._load is not None else None,
-            reclaiming=not self._generations and self.reclaim.is_expected,
+            reclaiming=not self._holdings and self.reclaim.is_expected,
         )
 
     # --- what the loop asks ---------------------------------------------------------------
 
     def free_drained(self) -> None:
         """Frees generations that are neither served nor leased by anybody."""
-        if time.monotonic() < self._drain_after:
-            return
-        if self._safekeeping.must_wait:
-            return  # what is stored safely stays until what is served is, too
-        leased = {lease.generation for lease in self._leases.values()}
-        for number in [n for n in self._generations if n != self._serving and n not in leased]:
-            held = self._generations.pop(number)
-            self._safekeeping.give_up(held)
-            held.close()
-            log.info("freed generation %d: %s", number, size(held.weight_bytes))
+        self._holdings.free_drained({lease.generation for lease in self._leases.values()})
 
     def record(self) -> None:
-        self.reclaim.keep(self._served(), self._leases.values())
+        self.reclaim.keep(self._holdings.served, self._leases.values())
 
     def store_what_is_not(self) -> None:
         """Tries again to have kept what the supervisor did not confirm."""
-        for held in self._generations.values():
-            self._safekeeping.keep_again(held)
+        self._holdings.store_what_is_not()
 
     def refresh_configuration(self) -> None:
         """Reads the configuration if it changed, and keeps a good one in the store."""
         before = self._configuration.problems
         if self._configuration.refresh():
-            self._safekeeping.keep_config(self._configuration)
+            self._holdings.keep_config(self._configuration)
         if self._configuration.problems != before:
             for problem in self._configuration.problems:
                 log.error("%s", problem)
@@ -360,9 +332,8 @@ class Rank:
         missing = self._configuration.missing(self._paths.id.rank)
         found = (
             *self._configuration.problems,
-            *self._unreadable.values(),
+            *self._holdings.problems(),
             missing,
-            self._safekeeping.problem,
             *self.reclaim.problems(),
             reload,
         )
@@ -370,15 +341,12 @@ class Rank:
 
     def differences(self) -> tuple[Difference, ...]:
         """In what the served weights are not what the configuration asks for."""
-        held, wanted = self._served(), self._wanted()
+        held, wanted = self._holdings.served, self._wanted()
         if held is None or wanted is None:
             return ()
         return compare(held.fingerprint, wanted)
 
     # --- inside ---------------------------------------------------------------------------
-
-    def _served(self) -> Generation | None:
-        return None if self._serving is None else self._generations[self._serving]
 
     def _wanted(self) -> Fingerprint | None:
         return self._configuration.wanted(self._paths.id.rank)
@@ -398,17 +366,14 @@ class Rank:
         self.record()
         self.say_status()
 
-    def _next_number(self) -> int:
-        return max((*self._generations, *self._unreadable), default=0) + 1
-
     def _standing(self) -> Standing:
-        held, busy = self._served(), ""
+        held, busy = self._holdings.served, ""
         if held is not None:
             busy = f"generation {held.number} is held"
         elif self._load is not None:
             busy = f"a load is under way: {self._load.in_words()}"
         return Standing(
-            rank=self._paths.id, wanted=self._wanted(), busy=busy, number=self._next_number()
+            rank=self._paths.id, wanted=self._wanted(), busy=busy, number=self._holdings.next_number
         )
 
     def _end_load(self, reason: str) -> None:
@@ -420,12 +385,11 @@ class Rank:
         self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
 
     def _expected_fds(self) -> int:
-        held = sum(len(generation.fds) for generation in self._generations.values())
-        return held + (self._configuration.stored_fd is not None)
+        return self._holdings.expected_fds() + (self._configuration.stored_fd is not None)
 
     def _announce(self) -> None:
         """``.ready`` and READY=1, in that order: after the store has confirmed."""
-        held = self._served()
+        held = self._holdings.served
         if held is None:
             return
         try:
@@ -437,7 +401,7 @@ class Rank:
     def _state_in_words(self) -> str:
         if self.state is RankState.FAILED:
             return f"load failed: {self._load_problem}"
-        held, words = self._served(), []
+        held, words = self._holdings.served, []
         if held is not None:
             words.append(f"serving generation {held.in_words(len(self._leases))}")
         if self._load is not None:
