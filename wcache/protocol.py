@@ -14,6 +14,7 @@ from wcache.config import Config
 from wcache.errors import ProtocolError
 from wcache.fingerprint import Difference, Fingerprint
 from wcache.manifest import SlabInfo
+from wcache.reports import GenerationReport, LeaseReport, ProgressReport
 from wcache.state import RankState
 
 PROTOCOL_VERSION = 1
@@ -27,7 +28,6 @@ MAX_TEXT = 4096
 
 LoadSource = Literal["checkpoint", "engine"]
 Role = Literal["client", "loader", "operator"]
-How = Literal["loaded", "adopted", "reclaimed", "filled"]
 RefusalReason = Literal[
     "bad_request",  # not understood, or not at this point of the conversation
     "version",  # a protocol that this daemon does not speak
@@ -227,45 +227,6 @@ class Stored(Message, tag="stored", frozen=True, kw_only=True):
     """Every descriptor was handed to the notify socket again."""
 
     count: int
-
-
-class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation that is held."""
-
-    number: int
-    serving: bool
-    how: How
-    manifest_digest: str
-    fingerprint: Fingerprint
-    fingerprint_digest: str
-    weight_bytes: int
-    slab_bytes: int
-    slabs: int
-    storages: int
-    tensors: int
-    since: float
-    """Unix time at which this daemon took it."""
-
-
-class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One client that is attached."""
-
-    pid: int
-    uid: int
-    command: str
-    generation: int
-    since: float
-
-
-class ProgressReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The load that is under way."""
-
-    generation: int
-    loader_pid: int
-    phase: str
-    done_bytes: int
-    total_bytes: int
-    since: float
 
 
 class Report(Message, tag="report", frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ from wcache.errors import (
 from wcache.fingerprint import Difference, compare, wanted_by
 from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId, RankPaths, check_instance_name
-from wcache.protocol import AskReport, GenerationReport, LeaseReport, Report
+from wcache.protocol import AskReport, Report
+from wcache.reports import GenerationReport, LeaseReport
 from wcache.supervise.interface import Supervisor, UnitReport
 
 # A daemon answers in well under a millisecond; one that does not in this time is stuck.

@@ -25,12 +25,12 @@ from wcache.memory.memfd import create_sealed
 from wcache.protocol import (
     Attach,
     Attached,
-    GenerationReport,
     Offer,
     Offered,
     OfferWanted,
     Renew,
 )
+from wcache.reports import GenerationReport
 from wcache.wire import close_all, peer_credentials
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]

@@ -35,8 +35,9 @@ from wcache.doctor import (
 from wcache.doctor import gpu as gpu_checks
 from wcache.fingerprint import Fingerprint
 from wcache.install import Target, install, plan
-from wcache.protocol import GenerationReport, Report
+from wcache.protocol import Report
 from wcache.ranks import RankView
+from wcache.reports import GenerationReport
 from wcache.state import RankState
 from wcache.supervise.interface import UnitReport
 

@@ -13,8 +13,8 @@ from wcache.errors import ConfigError, ExitCode, NoPermissionError, WcacheError
 from wcache.fingerprint import Difference, Fingerprint
 from wcache.output import Table
 from wcache.paths import InstancePaths
-from wcache.protocol import How, ProgressReport
 from wcache.ranks import RankView, brief, read_config, view
+from wcache.reports import How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size

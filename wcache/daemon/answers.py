@@ -3,7 +3,8 @@
 from wcache.daemon.load import Load
 from wcache.fingerprint import Difference
 from wcache.paths import RankId
-from wcache.protocol import AskLoad, LeaseReport, NothingToLoad, Refused
+from wcache.protocol import AskLoad, NothingToLoad, Refused
+from wcache.reports import LeaseReport
 from wcache.state import RankState, loads
 
 

@@ -16,7 +16,6 @@ from wcache.protocol import (
     CheckOrder,
     Descriptors,
     Hello,
-    LeaseReport,
     LoadFailed,
     Offer,
     Progress,
@@ -29,6 +28,7 @@ from wcache.protocol import (
     StoreAgain,
     Welcome,
 )
+from wcache.reports import LeaseReport
 from wcache.wire import close_all
 
 log = logging.getLogger(__name__)

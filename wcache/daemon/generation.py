@@ -14,7 +14,8 @@ from wcache.fingerprint import Fingerprint, compare
 from wcache.manifest import MAX_MANIFEST_BYTES, SlabInfo
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
-from wcache.protocol import MAX_FDS_PER_TRANSFER, GenerationReport, How
+from wcache.protocol import MAX_FDS_PER_TRANSFER
+from wcache.reports import GenerationReport, How
 from wcache.units import size
 from wcache.wire import close_all
 

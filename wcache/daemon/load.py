@@ -3,7 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from wcache.protocol import Progress, ProgressReport
+from wcache.protocol import Progress
+from wcache.reports import ProgressReport
 from wcache.units import size
 
 MAX_PHASE = 32

@@ -27,7 +27,6 @@ from wcache.protocol import (
     Checked,
     CheckOrder,
     Leased,
-    LeaseReport,
     LoadFailed,
     LoadOrder,
     NothingToLoad,
@@ -42,6 +41,7 @@ from wcache.protocol import (
     Report,
     Stored,
 )
+from wcache.reports import LeaseReport
 from wcache.state import RankEvent, RankState, advance
 from wcache.wire import close_all
 

@@ -6,7 +6,7 @@ import msgspec
 
 from wcache.config import write_file
 from wcache.paths import RankPaths
-from wcache.protocol import GenerationReport, How
+from wcache.reports import GenerationReport, How
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

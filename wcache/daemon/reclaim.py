@@ -15,13 +15,13 @@ from wcache.protocol import (
     AskAgain,
     AskLoad,
     CheckOrder,
-    LeaseReport,
     Offer,
     Offered,
     OfferWanted,
     Refused,
     Renew,
 )
+from wcache.reports import LeaseReport
 from wcache.served import Served, may_live, read_served, some_of, write_served
 from wcache.wire import close_all
 

@@ -1,0 +1,48 @@
+"""What a daemon tells of each generation, lease and load. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+from wcache.fingerprint import Fingerprint
+
+How = Literal["loaded", "adopted", "reclaimed", "filled"]
+
+
+class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation that is held."""
+
+    number: int
+    serving: bool
+    how: How
+    manifest_digest: str
+    fingerprint: Fingerprint
+    fingerprint_digest: str
+    weight_bytes: int
+    slab_bytes: int
+    slabs: int
+    storages: int
+    tensors: int
+    since: float
+    """Unix time at which this daemon took it."""
+
+
+class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One client that is attached."""
+
+    pid: int
+    uid: int
+    command: str
+    generation: int
+    since: float
+
+
+class ProgressReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The load that is under way."""
+
+    generation: int
+    loader_pid: int
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    since: float
