@@ -14,7 +14,13 @@ from wcache.config import Config
 from wcache.errors import ProtocolError
 from wcache.fingerprint import Difference, Fingerprint
 from wcache.manifest import SlabInfo
-from wcache.reports import GenerationReport, LeaseReport, ProgressReport
+from wcache.reports import (
+    FreedReport,
+    GenerationReport,
+    GenerationRole,
+    LeaseReport,
+    ProgressReport,
+)
 from wcache.state import RankState
 
 PROTOCOL_VERSION = 1
@@ -28,6 +34,12 @@ MAX_TEXT = 4096
 
 LoadSource = Literal["checkpoint", "engine"]
 Role = Literal["client", "loader", "operator"]
+StageStep = Literal[
+    "serving",  # the weights are the ones that are served
+    "staged",  # a generation that is held has them
+    "loading",  # a loader is at work on them
+    "load",  # a loader that asks now is ordered to load them
+]
 RefusalReason = Literal[
     "bad_request",  # not understood, or not at this point of the conversation
     "version",  # a protocol that this daemon does not speak
@@ -102,6 +114,34 @@ class AskLoad(Message, tag="ask_load", frozen=True, kw_only=True):
     repair: bool = False
     """The weights that are served are the wanted ones, and some of their bytes are damaged: they
     are to be published again."""
+
+
+class Stage(Message, tag="stage", frozen=True, kw_only=True):
+    """An operator wants other weights ready beside the served ones: :class:`Staged`."""
+
+    config: Config
+    load: bool = True
+    """Have a loader load them when no generation has them; else that is refused with ``gone``."""
+    at_once: bool = False
+    """Serve them as soon as they are there, and not at a :class:`Switch`."""
+
+
+class Switch(Message, tag="switch", frozen=True, kw_only=True):
+    """Serves the staged generation in place of the old one, which drains: :class:`Switched`."""
+
+    generation: int
+    keep_old: bool = False
+    """Hold the old one, leased or not, so that it can be gone back to."""
+
+
+class Release(Message, tag="release", frozen=True, kw_only=True):
+    """Gives up generations by their role: :class:`Released`.
+
+    ``staged`` forgets a candidate that is not loaded yet as well. ``serving`` leaves the rank
+    empty, and is refused with ``busy`` while anything is leased.
+    """
+
+    roles: tuple[GenerationRole, ...]
 
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):
@@ -219,6 +259,24 @@ class NothingToLoad(Message, tag="nothing_to_load", frozen=True, kw_only=True):
     message: str
 
 
+class Staged(Message, tag="staged", frozen=True, kw_only=True):
+    """Where the wanted weights are, and the generation that they are or will be."""
+
+    generation: int
+    step: StageStep
+
+
+class Switched(Message, tag="switched", frozen=True, kw_only=True):
+    generation: int
+
+
+class Released(Message, tag="released", frozen=True, kw_only=True):
+    """What was given up; memory that engines have mapped is free when they end."""
+
+    generations: tuple[int, ...] = ()
+    slab_bytes: int = 0
+
+
 class Published(Message, tag="published", frozen=True, kw_only=True):
     generation: int
 
@@ -254,10 +312,17 @@ class Report(Message, tag="report", frozen=True, kw_only=True):
     progress: ProgressReport | None = None
     reclaiming: bool = False
     """Nothing is held, and an engine may give back or has given back what was."""
+    staging: Fingerprint | None = None
+    """What an operator wants ready beside the served generation."""
+    freed: FreedReport | None = None
 
     @property
     def serving(self) -> GenerationReport | None:
         return next((held for held in self.generations if held.serving), None)
+
+    @property
+    def staged(self) -> GenerationReport | None:
+        return next((held for held in self.generations if held.role == "staged"), None)
 
 
 Request = (
@@ -267,6 +332,9 @@ Request = (
     | Offer
     | AskReport
     | AskLoad
+    | Stage
+    | Switch
+    | Release
     | Progress
     | Publish
     | Checked
@@ -285,6 +353,9 @@ Reply = (
     | CheckOrder
     | AskAgain
     | NothingToLoad
+    | Staged
+    | Switched
+    | Released
     | Published
     | Stored
     | Report

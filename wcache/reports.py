@@ -4,9 +4,16 @@ from typing import Literal
 
 import msgspec
 
+from wcache.config import Config
 from wcache.fingerprint import Fingerprint
 
 How = Literal["loaded", "adopted", "reclaimed", "filled"]
+GenerationRole = Literal[
+    "serving",  # given to whoever attaches
+    "staged",  # loaded, and not served before an operator says so
+    "held",  # served before, and kept so that an operator can go back to it
+    "draining",  # freed when its last lease ends
+]
 
 
 class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,6 +21,9 @@ class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     serving: bool
+    role: GenerationRole = "serving"
+    config: Config | None = None
+    """What it was loaded for, without ``[access]``; None when that is not known."""
     how: How
     manifest_digest: str
     fingerprint: Fingerprint
@@ -25,6 +35,15 @@ class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     since: float
     """Unix time at which this daemon took it."""
+
+
+class FreedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The generation that a daemon has freed last."""
+
+    number: int
+    at: float
+    """Unix time."""
+    slab_bytes: int
 
 
 class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,9 @@ class RankEvent(StrEnum):
     PUBLISHED = "published"
     LOAD_FAILED = "load failed"
     LOAD_ABANDONED = "load abandoned"
-    """An engine that was publishing went away; another may publish."""
+    """The publisher or loader is gone, and another one may begin."""
+    VACATED = "vacated"
+    """An operator had the served weights freed to make room for others."""
 
 
 _STEPS: dict[tuple[RankState, RankEvent], RankState] = {
@@ -42,6 +44,8 @@ _STEPS: dict[tuple[RankState, RankEvent], RankState] = {
     (RankState.STAGING, RankEvent.PUBLISHED): RankState.READY,
     # What was served stays served: a failed reload is a problem to report, not a state.
     (RankState.STAGING, RankEvent.LOAD_FAILED): RankState.READY,
+    # The one way from weights to none, and never the daemon's own idea.
+    (RankState.READY, RankEvent.VACATED): RankState.EMPTY,
     (RankState.FAILED, RankEvent.LOAD_BEGUN): RankState.LOADING,
 }
 

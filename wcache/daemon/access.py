@@ -21,6 +21,11 @@ def may(peer: Credentials, access: AccessSection, role: Role) -> bool:
     return peer.uid in access.uids or group_of(access) in (peer.gid, *peer.groups)
 
 
+def may_command(peer: Credentials) -> bool:
+    """True when ``peer`` may decide what is served: nobody but root and the daemon's own user."""
+    return peer.uid in (0, os.geteuid())
+
+
 def group_of(access: AccessSection) -> int | None:
     """The number of the group that may attach; None when there is none."""
     if access.group is None:

@@ -79,6 +79,69 @@ def nothing_to_repair(rank: RankId) -> Refused:
     )
 
 
+def not_now(rank: RankId) -> Refused:
+    return Refused(
+        reason="busy",
+        message=f"other weights are being made ready for rank {rank}",
+        hint="wcache warm goes on with it, wcache rollback --drop gives it up",
+    )
+
+
+def nothing_by_itself(rank: RankId, generation: int) -> NothingToLoad:
+    """A daemon that serves changes its weights by an operator's word alone.
+
+    It does not know of the other ranks: loading and switching by itself, after a restart, say, it
+    would serve another model than they do.
+    """
+    return NothingToLoad(
+        message=f"rank {rank} serves generation {generation}, which the configuration does not"
+        " want any more: wcache warm loads what it wants"
+    )
+
+
+def staged_already(rank: RankId, generation: int) -> NothingToLoad:
+    return NothingToLoad(
+        message=f"rank {rank} holds generation {generation}, which is to be served next, already"
+    )
+
+
+def not_held(rank: RankId) -> Refused:
+    return Refused(reason="gone", message=f"rank {rank} holds no generation with these weights")
+
+
+def not_beside(rank: RankId, is_empty: bool) -> Refused:
+    if is_empty:
+        words = "serves nothing: its loader loads what the configuration says"
+    else:
+        words = "can not load what an engine publishes"
+    return Refused(reason="invalid", message=f"rank {rank} {words}")
+
+
+def not_staged(rank: RankId, generation: int) -> Refused:
+    return Refused(
+        reason="gone",
+        message=f"generation {generation} of rank {rank} does not wait to be served",
+        hint="wcache status shows what is held",
+    )
+
+
+def leased(rank: RankId, count: int) -> Refused:
+    words = "an engine uses" if count == 1 else f"{count} engines use"
+    return Refused(
+        reason="busy",
+        message=f"{words} the weights of rank {rank}",
+        hint="memory that an engine has mapped is free only when it ends: stop it first",
+    )
+
+
+def in_grace(rank: RankId, seconds: float) -> Refused:
+    return Refused(
+        reason="busy",
+        message=f"rank {rank} was restarted just now, and engines may still renew their leases",
+        hint=f"try again in {seconds:.0f} s",
+    )
+
+
 def wrong_source(rank: RankId, message: AskLoad) -> NothingToLoad | Refused:
     """For a loader where an engine publishes, and for an engine where a loader loads."""
     if message.source == "checkpoint":

@@ -32,6 +32,8 @@ class Configuration:
         self.stored_fd: int | None = stored_fd
         if stored_fd is not None:
             self.current = _read_stored(stored_fd)
+        self.stored: Config | None = self.current
+        """What the daemon before this one went by, whatever the file says since."""
         self.refresh()
 
     def refresh(self) -> bool:

@@ -3,7 +3,7 @@
 import logging
 import time
 
-from wcache.daemon.access import may
+from wcache.daemon.access import may, may_command
 from wcache.daemon.connection import Connection
 from wcache.daemon.rank import Rank
 from wcache.paths import RankId
@@ -21,11 +21,14 @@ from wcache.protocol import (
     Progress,
     Publish,
     Refused,
+    Release,
     Renew,
     Reply,
     Request,
     Role,
+    Stage,
     StoreAgain,
+    Switch,
     Welcome,
 )
 from wcache.reports import LeaseReport
@@ -46,7 +49,12 @@ _ROLES: dict[type[Request], Role] = {
     Checked: "loader",
     LoadFailed: "loader",
     StoreAgain: "operator",
+    Stage: "operator",
+    Switch: "operator",
+    Release: "operator",
 }
+# Whoever may attach may ask for a report as an operator; these decide what everybody gets.
+_COMMANDS = (Stage, Switch, Release)
 
 
 def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_pid: int) -> None:
@@ -68,6 +76,9 @@ def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_
         kind = type(message).__name__
         said = f"a {peer.hello.role} can not send {kind}"
         _refuse(peer, Refused(reason="bad_request", message=said))
+    elif isinstance(message, _COMMANDS) and not may_command(peer.peer):
+        said = f"uid {peer.peer.uid} may not decide what rank {rank_id} serves"
+        _refuse(peer, Refused(reason="permission", message=said, hint="use sudo"))
     else:
         _answer(message, peer, rank, fds)
 
@@ -115,6 +126,8 @@ def _answer(message: Request, peer: Connection, rank: Rank, fds: list[int]) -> N
             reply = rank.checked(number, message)
         case LoadFailed():
             reply = rank.load_failed(number, message)
+        case Stage() | Switch() | Release():
+            reply = rank.change(message)
         case StoreAgain():
             reply = rank.store_again()
         case _:

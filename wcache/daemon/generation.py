@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from wcache import manifest as manifests
+from wcache.config import Config
 from wcache.daemon.handover import manifest_name, parse_manifest_name, parse_slab_name, slab_name
 from wcache.errors import ManifestError, ProtocolError
 from wcache.fingerprint import Fingerprint, compare
@@ -15,7 +16,7 @@ from wcache.manifest import MAX_MANIFEST_BYTES, SlabInfo
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
 from wcache.protocol import MAX_FDS_PER_TRANSFER
-from wcache.reports import GenerationReport, How
+from wcache.reports import GenerationReport, GenerationRole, How
 from wcache.units import size
 from wcache.wire import close_all
 
@@ -61,16 +62,22 @@ class Generation:
             return said
         return f"{said}, {leases} {'lease' if leases == 1 else 'leases'}"
 
-    def report(self, *, serving: bool) -> GenerationReport:
+    @property
+    def slab_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def report(self, role: GenerationRole, config: Config | None = None) -> GenerationReport:
         return GenerationReport(
             number=self.number,
-            serving=serving,
+            serving=role == "serving",
+            role=role,
+            config=config,
             how=self.how,
             manifest_digest=self.manifest_digest,
             fingerprint=self.fingerprint,
             fingerprint_digest=self.fingerprint.digest(),
             weight_bytes=self.weight_bytes,
-            slab_bytes=sum(slab.nbytes for slab in self.slabs),
+            slab_bytes=self.slab_bytes,
             slabs=len(self.slabs),
             storages=self.storages,
             tensors=self.tensors,

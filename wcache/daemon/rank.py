@@ -7,9 +7,12 @@ import logging
 import os
 import time
 
+import msgspec
+
 import wcache
 from wcache.config import AccessSection, Config
-from wcache.daemon import answers, ready
+from wcache.daemon import answers, changeover, ready, words
+from wcache.daemon.changeover import Change, Changed
 from wcache.daemon.configuration import Configuration
 from wcache.daemon.generation import Generation, accept, check_is_wanted
 from wcache.daemon.holdings import Holdings
@@ -39,10 +42,11 @@ from wcache.protocol import (
     Refused,
     Renew,
     Report,
+    Staged,
     Stored,
 )
 from wcache.reports import LeaseReport
-from wcache.state import RankEvent, RankState, advance
+from wcache.state import RankEvent, RankState, advance, serves
 from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
@@ -58,13 +62,15 @@ class Rank:
         self._paths = paths
         self._notifier = notifier
         self._configuration = config_file
-        self._holdings = Holdings(notifier)
+        self._holdings = Holdings(paths.id.rank, notifier, config_file)
         self._leases: dict[int, LeaseReport] = {}
         self._load: Load | None = None
         self._since = time.time()
         self.reclaim = Reclaim(paths.served_file)
         self._load_problem = ""
         self._said = ""
+        self._has_served = False
+        self._announced: int | None = None
         self.state = RankState.EMPTY
 
     # --- start ----------------------------------------------------------------------------
@@ -75,6 +81,7 @@ class Rank:
         if held is None:
             return
         self.state = advance(self.state, RankEvent.ADOPTED)
+        self._has_served = True
         log.info("adopted generation %s, nothing read from disk", held.in_words())
 
     def begin(self) -> None:
@@ -91,7 +98,7 @@ class Rank:
             self.reclaim.begin(self._wanted())
         for problem in self._configuration.problems:
             log.error("%s", problem)
-        self._holdings.keep_config(self._configuration)
+        self._holdings.keep_config()
         self.say_status()
         if self._holdings:
             self._announce()
@@ -168,26 +175,27 @@ class Rank:
         if self._load is not None:
             return answers.busy(self._load)
         self.refresh_configuration()
-        if self._configuration.problems or self.config is None:
+        config = self._holdings.candidate
+        if config is None and not self._configuration.problems:
+            config = self.config
+        if config is None:
             return Refused(reason="invalid", message="; ".join(self._configuration.problems))
         if not self._holdings and (order := self.reclaim.order(peer, message, self._wanted())):
             if isinstance(order, CheckOrder):
                 self._load = Load(peer=peer, pid=pid, generation=order.generation, phase="check")
                 self._step(RankEvent.LOAD_BEGUN)
             return order
-        if self.awaits_engine != (message.source == "engine"):
+        if (config.model.loader == "publish") != (message.source == "engine"):
             return answers.wrong_source(self._paths.id, message)
-        held = self._holdings.served
-        is_wanted = held is not None and not self.differences()
-        if message.repair and not is_wanted:
-            return answers.nothing_to_repair(self._paths.id)
-        if held is not None and is_wanted and not message.repair:
-            return answers.nothing_to_load(self._paths.id, held.number)
+        is_wanted = self._holdings.served is not None and not self.differences()
+        nothing = changeover.nothing_to_load(self._paths.id, self._holdings, message, is_wanted)
+        if nothing is not None:
+            return nothing
         number = self._holdings.next_number
         self._load = Load(peer=peer, pid=pid, generation=number)
         self._step(RankEvent.LOAD_BEGUN)
-        log.info("pid %d loads generation %d of %s", pid, number, self.config.model.path)
-        return LoadOrder(generation=number, config=self.config)
+        log.info("pid %d loads generation %d of %s", pid, number, config.model.path)
+        return LoadOrder(generation=number, config=config)
 
     def progress(self, peer: int, message: Progress) -> Refused | None:
         if self._load is None or self._load.peer != peer:
@@ -196,18 +204,21 @@ class Rank:
         return None
 
     def publish(self, peer: int, message: Publish, fds: list[int]) -> Published | Refused:
-        """Takes a new generation, has it stored, and serves it; owns ``fds`` from here on."""
+        """Takes a new generation and has it stored; owns ``fds`` from here on.
+
+        It is served from now on, unless an operator wants it to be staged.
+        """
         if self._load is None or self._load.peer != peer:
             close_all(fds)
             return answers.not_the_loader()
         try:
             new = accept(self._load.generation, "loaded", fds, message.slabs)
-            check_is_wanted(new, self._wanted())
+            check_is_wanted(new, self._holdings.staging or self._wanted())
         except (ManifestError, ProtocolError) as error:
             close_all(fds)
             self._end_load(f"what pid {self._load.pid} published is refused: {error.message}")
             return Refused(reason="invalid", message=error.message, hint=error.hint)
-        return self._serve(new)
+        return self._take(new, self._holdings.candidate or self.config)
 
     def checked(self, peer: int, message: Checked) -> Published | AskAgain | Refused:
         """Serves what an engine has given back, or gives it up."""
@@ -215,24 +226,37 @@ class Rank:
             return answers.not_the_loader()
         problem = message.problem[:MAX_SENTENCE] or self.reclaim.unwanted(self._wanted())
         if not problem:
-            return self._serve(self.reclaim.take())
+            return self._take(self.reclaim.take(), self.config)
         self.reclaim.refuse(problem)
         self._load = None
         self._step(RankEvent.LOAD_ABANDONED)
         return AskAgain(after_s=0)
 
-    def _serve(self, new: Generation) -> Published:
-        """Has a new generation stored, and then served."""
+    def _take(self, new: Generation, config: Config | None) -> Published:
+        """Has a new generation stored, and then served, unless an operator wants it staged."""
         self._load = None
         self._load_problem = ""
-        self._holdings.keep(new)
-        self._holdings.serve(new.number)
+        self._holdings.keep(new, config)
+        if self._holdings.candidate is None:
+            self._holdings.serve(new.number, hold=self._holdings.held)
+        elif self._holdings.at_once or self._holdings.served is None:
+            self._holdings.serve(new.number)
+        role = "serving" if self._holdings.served is new else "staged"
+        log.info("%s generation %s", role, new.in_words())
         self._step(RankEvent.PUBLISHED)
-        self._announce()
-        self.record()
-        self.free_drained()
-        log.info("serving generation %s", new.in_words())
+        self._settle()
         return Published(generation=new.number)
+
+    def change(self, message: Change) -> Changed | Refused:
+        """Does what an operator decides about generations."""
+        # It may just have been written, and says what the record need not.
+        self.refresh_configuration()
+        leases = self._leases.values()
+        reply = changeover.change(self._paths.id, self._holdings, self._load, leases, message)
+        if isinstance(reply, Staged):
+            self._load_problem = ""
+        self._settle()
+        return reply
 
     def load_failed(self, peer: int, message: LoadFailed) -> Refused | None:
         if self._load is None or self._load.peer != peer:
@@ -251,7 +275,7 @@ class Rank:
 
     def store_again(self) -> Stored:
         """Hands every descriptor to a supervisor that came back after it had died."""
-        count = self._holdings.store_again(self._configuration)
+        count = self._holdings.store_again()
         self._said = ""
         self.say_status()
         if self._holdings:
@@ -273,13 +297,13 @@ class Rank:
             since=self._since,
             wanted=self._wanted(),
             differences=self.differences(),
-            expected_fds=self._expected_fds(),
-            generations=tuple(
-                held.report(serving=held is self._holdings.served) for held in self._holdings
-            ),
+            expected_fds=self._holdings.expected_fds(),
+            generations=self._holdings.reports(),
             leases=tuple(self._leases.values()),
             progress=self._load.report() if self._load is not None else None,
             reclaiming=not self._holdings and self.reclaim.is_expected,
+            staging=self._holdings.staging,
+            freed=self._holdings.freed,
         )
 
     # --- what the loop asks ---------------------------------------------------------------
@@ -289,7 +313,10 @@ class Rank:
         self._holdings.free_drained({lease.generation for lease in self._leases.values()})
 
     def record(self) -> None:
-        self.reclaim.keep(self._holdings.served, self._leases.values())
+        served = self._holdings.served
+        if served is not None:
+            leases = self._leases.values()
+            self.reclaim.keep(served, [one for one in leases if one.generation == served.number])
 
     def store_what_is_not(self) -> None:
         """Tries again to have kept what the supervisor did not confirm."""
@@ -299,7 +326,7 @@ class Rank:
         """Reads the configuration if it changed, and keeps a good one in the store."""
         before = self._configuration.problems
         if self._configuration.refresh():
-            self._holdings.keep_config(self._configuration)
+            self._holdings.keep_config()
         if self._configuration.problems != before:
             for problem in self._configuration.problems:
                 log.error("%s", problem)
@@ -319,7 +346,12 @@ class Rank:
 
     def sentence(self) -> str:
         """The state in words, for STATUS= and ``status``."""
-        said = self._state_in_words()
+        if self.state is RankState.FAILED:
+            said = f"load failed: {self._load_problem}"
+        else:
+            who = "the first engine to publish" if self.awaits_engine else "the loader"
+            empty = self.reclaim.in_words() or f"empty, waiting for {who}"
+            said = words.doing(self._holdings, self._leases.values(), self._load, empty=empty)
         if problems := self.problems():
             said += f"; problem: {problems[0]}"
         return said
@@ -336,6 +368,7 @@ class Rank:
             missing,
             *self.reclaim.problems(),
             reload,
+            words.left_over(self._holdings, self._load),
         )
         return tuple(problem for problem in found if problem)
 
@@ -353,16 +386,24 @@ class Rank:
 
     def _step(self, event: RankEvent) -> None:
         self.state = advance(self.state, event)
+        self._has_served = self._has_served or serves(self.state)
+        self.say_status()
+
+    def _settle(self) -> None:
+        """Has the state, the ready file and the status follow what is served by now."""
+        served = self._holdings.served
+        if served is not None:
+            if served.number != self._announced:
+                self._announce()
+        elif self.state is RankState.READY:
+            self._step(RankEvent.VACATED)
+            ready.withdraw(self._paths)
+        self.record()
+        self.free_drained()
         self.say_status()
 
     def _lease(self, peer: int, lease: LeaseReport, held: Generation) -> None:
-        self._leases[peer] = LeaseReport(
-            pid=lease.pid,
-            uid=lease.uid,
-            command=lease.command,
-            generation=held.number,
-            since=lease.since,
-        )
+        self._leases[peer] = msgspec.structs.replace(lease, generation=held.number)
         self.record()
         self.say_status()
 
@@ -380,33 +421,21 @@ class Rank:
         log.error("load failed: %s", reason)
         self.reclaim.drop()
         self._load, self._load_problem = None, reason
-        # A publisher that died is no fault of the configuration: the next engine may publish.
-        abandoned = self.awaits_engine and self.state is RankState.LOADING
+        self._holdings.give_up_candidate()
+        # A publisher that died is no fault of the configuration: the next engine may publish. And
+        # a rank that an operator has emptied stays up, for what he does next.
+        stays = self.awaits_engine or self._has_served
+        abandoned = stays and self.state is RankState.LOADING
         self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
-
-    def _expected_fds(self) -> int:
-        return self._holdings.expected_fds() + (self._configuration.stored_fd is not None)
 
     def _announce(self) -> None:
         """``.ready`` and READY=1, in that order: after the store has confirmed."""
         held = self._holdings.served
         if held is None:
             return
+        self._announced = held.number
         try:
-            ready.announce(self._paths, held.report(serving=True))
+            ready.announce(self._paths, self._holdings.report(held))
         except OSError as error:  # a full /run must not end a daemon that holds weights
             log.error("ready file can not be written: %s", error)
         self._notifier.say("READY=1")
-
-    def _state_in_words(self) -> str:
-        if self.state is RankState.FAILED:
-            return f"load failed: {self._load_problem}"
-        held, words = self._holdings.served, []
-        if held is not None:
-            words.append(f"serving generation {held.in_words(len(self._leases))}")
-        if self._load is not None:
-            words.append(f"loading generation {self._load.generation}: {self._load.in_words()}")
-        if not words:
-            who = "the first engine to publish" if self.awaits_engine else "the loader"
-            words.append(self.reclaim.in_words() or f"empty, waiting for {who}")
-        return "; ".join(words)

@@ -6,11 +6,14 @@ import time
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.generation import Generation
 from wcache.daemon.notify import Notifier
+from wcache.daemon.roles import Record, Roles
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 5.0
 AGAIN_S = 10.0
+# Generations count from 1.
+_ROLES = 0
 
 
 class Safekeeping:
@@ -20,6 +23,10 @@ class Safekeeping:
         self._notifier = notifier
         self._problems: dict[int, str] = {}
         self._again_at = 0.0
+        self._records: list[Record] = []
+        """Stored, and not known to be gone; the last one counts."""
+        self._recorded: Roles | None = None
+        self._confirm = False
 
     @property
     def problem(self) -> str:
@@ -30,6 +37,10 @@ class Safekeeping:
     def must_wait(self) -> bool:
         """True while nothing that is stored may be given up for what may not be."""
         return bool(self._problems) and self._notifier.keeps_descriptors
+
+    @property
+    def records(self) -> int:
+        return len(self._records)
 
     def keep(self, held: Generation) -> int:
         """Hands a generation over and waits for the confirmation; how many descriptors went."""
@@ -67,6 +78,68 @@ class Safekeeping:
         self._problems.pop(held.number, None)
         for name, _ in held.named_fds():
             self._notifier.remove(name)
+
+    # --- who plays which part ---------------------------------------------------------------
+
+    def adopt_records(self, records: list[Record], read: Roles | None) -> None:
+        """Takes over ``records``, of which the last one says ``read``."""
+        self._records, self._recorded = records, read
+
+    def keep_roles(self, roles: Roles, *, needed: bool, at_stake: bool) -> None:
+        """Has the store say ``roles``, or nothing where that is not ``needed``.
+
+        ``at_stake``: without it another generation would be served after a restart, or one freed.
+        Then the store's word is waited for, and as well where it says something else so far.
+        """
+        if not self._notifier.keeps_descriptors:
+            return
+        before, said = self._recorded, roles if needed else None
+        is_alone = len(self._records) == int(needed)
+        if said == before and is_alone and _ROLES not in self._problems:
+            return
+        if said is not None and said != before:
+            sequence = max((record.sequence for record in self._records), default=0) + 1
+            self._records.append(Record.of(said, sequence))
+        self._recorded = said
+        self._confirm = at_stake or (before is not None and before.choice != roles.choice)
+        self._store_record()
+
+    def keep_roles_again(self) -> None:
+        """Tries again, from time to time, what was not confirmed."""
+        if self.must_wait and _ROLES in self._problems and time.monotonic() >= self._again_at:
+            self._store_record()
+
+    def _store_record(self) -> None:
+        """Stores the record that counts, and only then takes the ones before it away."""
+        self._again_at = time.monotonic() + AGAIN_S
+        current = self._records[-1:] if self._recorded is not None else []
+        outdated = self._records[: len(self._records) - len(current)]
+        done = all(self._notifier.store(record.name, record.fd) for record in current)
+        done = done and (not current or self._is_confirmed())
+        if done and outdated:
+            for record in outdated:
+                self._notifier.remove(record.name)
+            done = self._is_confirmed()
+        if done:
+            for record in outdated:
+                record.close()
+            self._records = current
+            self._problems.pop(_ROLES, None)
+        else:
+            self._problems[_ROLES] = (
+                "the supervisor did not confirm which generation is served: after a restart it may"
+                " be another one"
+            )
+            log.error("%s", self._problems[_ROLES])
+
+    def _is_confirmed(self) -> bool:
+        return not self._confirm or self._notifier.barrier()
+
+    def keep_records_again(self) -> int:
+        """Hands the record to a supervisor that came back; how many descriptors went."""
+        return sum(self._notifier.store(record.name, record.fd) for record in self._records)
+
+    # --- the configuration ------------------------------------------------------------------
 
     def keep_config(self, configuration: Configuration) -> None:
         """Puts the current configuration in place of the one that is stored."""
