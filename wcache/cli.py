@@ -19,7 +19,8 @@ _FOLDERS = ("WCACHE_RUN_DIR", "WCACHE_CONFIG_DIR", "WCACHE_STATE_DIR")
 
 # In the order of the help; each is the function of that name in its module.
 COMMANDS = (
-    "up", "status", "verify", "fingerprint", "restart", "down", "logs", "doctor", "install",
+    "up", "status", "verify", "fingerprint", "warm", "rollback", "restart", "down", "logs",
+    "doctor", "install",
     "uninstall", "supervise", "run",
 )  # fmt: skip
 # What follows the engine's name is the engine's.

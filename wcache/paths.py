@@ -97,6 +97,14 @@ class InstancePaths:
         return self.config / f"{self.instance or DEFAULT_FILE_NAME}.toml"
 
     @property
+    def previous_file(self) -> Path:
+        """The configuration of what was served before the last switch.
+
+        No instance's own file can be called so: those end in ``.toml``.
+        """
+        return self.config / f"{self.instance or DEFAULT_FILE_NAME}.toml.previous"
+
+    @property
     def lock_file(self) -> Path:
         """Held by a command that changes the instance."""
         return self.run / f"{self.instance or DEFAULT_FILE_NAME}.lock"

@@ -69,6 +69,17 @@ class RankView:
             return ()
         return compare(serving.fingerprint, wanted_by(config, self.rank))
 
+    def holding(self, config: Config) -> GenerationReport | None:
+        """The generation with the weights of ``config``, whatever its part: the served one, or
+        else the newest."""
+        wanted = wanted_by(config, self.rank)
+        held = self.report.generations if self.report else ()
+        found = [one for one in held if not compare(one.fingerprint, wanted)]
+        return max(found, key=lambda one: (one.serving, one.number), default=None)
+
+    def leases_on(self, generation: int) -> int:
+        return sum(lease.generation == generation for lease in self.leases)
+
     def serves(self, config: Config) -> bool:
         """True when an engine that attaches gets the weights of ``config``."""
         return self.serving is not None and not self.differences(config)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.cli.views import absent, config, progress, report, serving, unit
+from tests.cli.views import absent, config, progress, report, serving, staged, unit
 from wcache.commands.follow import MAX_RESTARTS, SETTLE_S, judge
 from wcache.config import Config
+from wcache.fingerprint import wanted_by
 from wcache.ranks import RankView
 from wcache.state import RankState
 
@@ -32,7 +33,19 @@ def test_a_rank_that_serves_the_wanted_weights_is_ready() -> None:
 
 
 def test_a_rank_that_still_serves_the_old_weights_is_waited_for() -> None:
-    assert outcome(serving(0, of=B), A)[0] == "waits"
+    assert outcome(serving(0, of=B, staging=wanted_by(A, 0)), A)[0] == "waits"
+
+
+def test_a_rank_that_has_loaded_the_wanted_weights_is_waited_for_no_more() -> None:
+    found, said = outcome(staged(0, of=B, and_staged=A), A)
+    assert (found, "not served yet" in said) == ("ready", True)
+
+
+def test_a_rank_that_has_forgotten_what_to_load_is_not_waited_for() -> None:
+    assert outcome(serving(0, of=B), A, elapsed=NOW)[0] == "waits"
+    assert outcome(serving(0, of=B), A) == (
+        "failed", "the daemon does not want other weights any more"
+    )  # fmt: skip
 
 
 def test_progress_is_passed_on() -> None:

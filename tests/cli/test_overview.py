@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
-from tests.cli.views import absent, config, report, serving, unit
+from tests.cli.views import absent, config, report, serving, unit, with_generation
 from wcache.commands.overview import (
     InstanceStatus,
     LeaseStatus,
+    generation_rows,
     problem_lines,
     rank_status,
     tables,
@@ -29,7 +30,7 @@ def status(
     return InstanceStatus(
         instance="", config_file="x.toml", supervisor="direct", model="m", revision=None,
         ready=True, ranks=tuple(rank_status(one, of) for one in views), leases=(),
-        problems=problems,
+        generations=tuple(generation_rows(views)), problems=problems,
     )  # fmt: skip
 
 
@@ -161,8 +162,19 @@ def test_the_document_reads_back() -> None:
 def test_leases_have_a_table_of_their_own() -> None:
     lease = LeaseStatus(rank=0, pid=0, uid=7, command="serve\n--port 1", generation=3, since=1000.0)
     found = msgspec.structs.replace(status(serving(0, of=A)), leases=(lease,))
-    _, table, _ = tables(found, now=1180.0)
+    _, _, table, _ = tables(found, now=1180.0)
     assert table.lines() == [
         "LEASE OF RANK  GEN  PID  UID  SINCE  COMMAND",
         "0                3    -    7  3 min  serve --port 1",
+    ]
+
+
+def test_generations_have_a_table_once_one_of_them_is_not_served() -> None:
+    plain = serving(0, of=A, leases=2)
+    assert tables(status(plain))[1].rows == []
+    held = with_generation(plain, B, role="held", since=40.0)
+    rows = tables(status(held), now=100.0)[1].rows
+    assert rows == [
+        ("0", "1", "serving", "2", "1.0 GiB", "100 s", "/models/a"),
+        ("0", "2", "held", "0", "1.0 GiB", "60 s", "/models/a"),
     ]

@@ -41,7 +41,7 @@ def test_weights_that_an_engine_uses_are_not_replaced() -> None:
         assert part in caught.value.message
     assert "rank 1" not in caught.value.message
     assert "a" * 13 not in caught.value.message
-    assert "--instance" in caught.value.hint
+    assert "wcache warm" in caught.value.hint
 
 
 def test_a_smaller_layout_lets_ranks_go_last() -> None:
@@ -132,4 +132,4 @@ def test_old_weights_that_stand_in_the_way_are_named() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         check_memory(needs(2 * GIB), {"cpu": GIB}, views)
     assert "1.0 GiB of old weights" in caught.value.hint
-    assert "wcache down" in caught.value.hint
+    assert "wcache warm --replace" in caught.value.hint

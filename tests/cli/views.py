@@ -1,5 +1,6 @@
 """Ranks as daemons and supervisors would tell of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ from wcache.config import Config, LayoutSection, ModelSection
 from wcache.fingerprint import Fingerprint, compare, held_from, wanted_by
 from wcache.protocol import Report
 from wcache.ranks import RankView
-from wcache.reports import GenerationReport, LeaseReport, ProgressReport
+from wcache.reports import GenerationReport, GenerationRole, LeaseReport, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import UnitReport
 
@@ -62,6 +63,28 @@ def serving(rank: int = 0, *, of: Config, leases: int = 0, **fields: Any) -> Ran
     """A rank that is up and holds the weights of ``of``."""
     held = report(rank, held=held_from(of, rank), wanted=of, leases=leases, **fields)
     return RankView(rank=rank, report=held, unit=unit(rank, stored_fds=held.expected_fds))
+
+
+def staged(rank: int = 0, *, of: Config, and_staged: Config, leases: int = 0) -> RankView:
+    """A rank that serves ``of`` and has loaded ``and_staged``."""
+    one = serving(rank, of=of, leases=leases)
+    return with_generation(one, and_staged, role="staged")
+
+
+def with_generation(one: RankView, of: Config, *, role: GenerationRole, **fields: Any) -> RankView:
+    """``one`` with another generation, of the next number."""
+    assert one.report is not None
+    first = one.report.generations[0]
+    held = held_from(of, one.rank)
+    said: dict[str, Any] = {"number": len(one.report.generations) + 1, "config": of}
+    other = msgspec.structs.replace(
+        first, serving=role == "serving", role=role, fingerprint=held,
+        fingerprint_digest=held.digest(), **(said | fields),
+    )  # fmt: skip
+    changes: dict[str, Any] = {"generations": (*one.report.generations, other)}
+    if role == "staged":
+        changes["staging"] = wanted_by(of, one.rank)
+    return replace(one, report=msgspec.structs.replace(one.report, **changes))
 
 
 def unit(rank: int = 0, **fields: Any) -> UnitReport:

@@ -42,6 +42,10 @@ def judge(one: RankView, config: Config, *, before: RankView, elapsed_s: float) 
     if one.serves(config) and one.serving is not None:
         words = f"ready, {size(one.serving.weight_bytes)} {one.serving.how}"
         return Verdict(outcome="ready", said=f"{words} in {duration(elapsed_s)}")
+    staged = one.holding(config)
+    if staged is not None and staged.role == "staged":
+        words = f"loaded {size(staged.weight_bytes)} in {duration(elapsed_s)}, not served yet"
+        return Verdict(outcome="ready", said=words)
     if report.state is RankState.FAILED:
         return Verdict(outcome="failed", said=_reason(report.status))
     if report.progress is not None:
@@ -56,10 +60,14 @@ def judge(one: RankView, config: Config, *, before: RankView, elapsed_s: float) 
         return Verdict(outcome="waits", said="waiting for engines to give the weights back")
     if config.model.loader == "publish":
         return Verdict(outcome="ready", said="up, waits for the first engine to publish")
+    why = [problem for problem in report.problems if "load failed" in problem]
     if _loader_failed(one, before, elapsed_s):
-        why = [problem for problem in report.problems if "load failed" in problem]
         loader = f"the loader failed: {one.unit.loader_result}" if one.unit else ""
         return Verdict(outcome="failed", said=why[0] if why else loader)
+    if one.serving is not None and report.staging is None and elapsed_s > SETTLE_S:
+        # It was ordered to have other weights loaded before any of this was asked.
+        words = "the daemon does not want other weights any more"
+        return Verdict(outcome="failed", said=why[0] if why else words)
     return Verdict(outcome="waits", said="waiting for the loader")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
-from wcache.commands import follow
+from wcache.commands import follow, orders
 from wcache.commands.rollout import (
     LOADER_CONTEXT_BYTES,
     Need,
@@ -47,11 +47,12 @@ class Job:
         """Writes the configuration, then starts and loads what is to be started and loaded."""
         written = self.config != self.old
         if written:
-            self._save()
+            write_config(self.config, self.paths.config_file)
         try:
             if self.rollout.start:
                 self.supervisor.start(self.rollout.start)
             if self.rollout.load:
+                self._order()
                 self.supervisor.load(self.rollout.load)
         except WcacheError:
             if written:
@@ -99,18 +100,26 @@ class Job:
         freed = sum(one.held_bytes for one in now.values())
         self.out.say(f"{rank_words(leaving)} of the old layout down, {size(freed)} freed")
 
-    def _save(self) -> None:
-        path = self.paths.config_file
-        try:
-            save_config(self.config, path)
-        except PermissionError:
-            raise NoPermissionError(
-                f"no permission to write {path}", hint="use sudo, or set WCACHE_CONFIG_DIR"
-            ) from None
-        except OSError as error:
-            raise WcacheError(
-                f"{path} can not be written: {(error.strerror or str(error)).lower()}"
-            ) from None
+    def _order(self) -> None:
+        """Has daemons that serve other weights take the wanted ones: none does so by itself."""
+        if self.config.model.loader == "publish":
+            return
+        serving = [rank for rank in self.rollout.load if self.before[rank].serving is not None]
+        orders.load_at_once(self.paths, serving, self.config)
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Saves ``config``; raises :class:`WcacheError` for whatever keeps it from being written."""
+    try:
+        save_config(config, path)
+    except PermissionError:
+        raise NoPermissionError(
+            f"no permission to write {path}", hint="use sudo, or set WCACHE_CONFIG_DIR"
+        ) from None
+    except OSError as error:
+        raise WcacheError(
+            f"{path} can not be written: {(error.strerror or str(error)).lower()}"
+        ) from None
 
 
 def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Output) -> Job:

@@ -14,7 +14,7 @@ from wcache.fingerprint import Difference, Fingerprint
 from wcache.output import Table
 from wcache.paths import InstancePaths
 from wcache.ranks import RankView, brief, read_config, view
-from wcache.reports import How, ProgressReport
+from wcache.reports import GenerationRole, How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size
@@ -52,6 +52,21 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
+class GenerationStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation that a rank holds."""
+
+    rank: int
+    number: int
+    role: GenerationRole
+    leases: int
+    weight_bytes: int
+    slab_bytes: int
+    since: float
+    model: str | None
+    revision: str | None
+    content: str | None
+
+
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that has a rank's weights mapped."""
 
@@ -78,6 +93,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     """Every rank of the configuration is ready with the weights that it wants."""
     ranks: tuple[RankStatus, ...]
+    generations: tuple[GenerationStatus, ...] = ()
+    """Of all ranks; what is served is among them."""
     leases: tuple[LeaseStatus, ...]
     gpus: tuple[GpuStatus, ...] = ()
     """That hold weights of the instance, or are to; none where weights are in host memory."""
@@ -138,6 +155,7 @@ def collect(
         revision=config.model.revision if config else None,
         ready=whole,
         ranks=rows,
+        generations=tuple(generation_rows(views.values())),
         leases=tuple(
             LeaseStatus(rank=rank, **msgspec.structs.asdict(lease))
             for rank, one in views.items()
@@ -146,6 +164,23 @@ def collect(
         gpus=gpu_memory.gpus_of(instance, views, config),
         problems=tuple(problems),
     )
+
+
+def generation_rows(views: Iterable[RankView]) -> Iterable[GenerationStatus]:
+    for one in views:
+        for held in one.report.generations if one.report else ():
+            yield GenerationStatus(
+                rank=one.rank,
+                number=held.number,
+                role=held.role,
+                leases=one.leases_on(held.number),
+                weight_bytes=held.weight_bytes,
+                slab_bytes=held.slab_bytes,
+                since=held.since,
+                model=held.fingerprint.model,
+                revision=held.fingerprint.revision,
+                content=held.fingerprint.content,
+            )
 
 
 def rank_status(one: RankView, config: Config | None) -> RankStatus:
@@ -233,7 +268,7 @@ def _problems(one: RankView, wanted: bool) -> Iterable[str]:
 
 
 def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:
-    """The ranks, and then the leases and the GPUs where there are any."""
+    """The ranks; generations, where one is not served; leases and GPUs, where there are any."""
     now = time.time() if now is None else now
     ranks = Table("RANK", "STATE", ">GEN", "HOW", ">WEIGHTS", ">TENSORS", ">LEASES", ">UP",
                   ">PID", ">RESTARTS", ">FDS", "STATUS")  # fmt: skip
@@ -253,6 +288,18 @@ def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:
             _fds(row),
             row.status,
         )
+    generations = Table("GENERATION OF RANK", ">GEN", "ROLE", ">LEASES", ">HELD", ">SINCE", "MODEL")
+    if any(held.role != "serving" for held in status.generations):
+        for held in status.generations:
+            generations.add(
+                held.rank,
+                held.number,
+                held.role,
+                held.leases,
+                size(held.slab_bytes),
+                duration(now - held.since),
+                " ".join(word for word in (held.model, held.revision) if word) or None,
+            )
     leases = Table("LEASE OF RANK", ">GEN", ">PID", ">UID", ">SINCE", "COMMAND")
     for lease in status.leases:
         leases.add(
@@ -263,7 +310,7 @@ def tables(status: InstanceStatus, now: float | None = None) -> Sequence[Table]:
             duration(now - lease.since),
             lease.command,
         )
-    return ranks, leases, gpu_memory.table(status.gpus)
+    return ranks, generations, leases, gpu_memory.table(status.gpus)
 
 
 def _fds(row: RankStatus) -> str | None:

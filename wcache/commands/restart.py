@@ -111,7 +111,10 @@ def _follow(
 ) -> None:
     """Until the changed weights are served; a load that fails leaves the old ones."""
     from wcache.commands.follow import follow
+    from wcache.commands.orders import load_at_once
 
+    load_at_once(paths, change.ranks, config)
+    supervisor.load(change.ranks)
     failures = follow(paths, config, supervisor, before, change.ranks, timeout_s=None, out=out)
     for rank, reason in failures.items():
         out.error(f"rank {rank}: {reason}")

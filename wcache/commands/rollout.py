@@ -92,7 +92,16 @@ def _check_leases(views: Mapping[int, RankView], rollout: Rollout, config: Confi
     why = list(dict.fromkeys(why))
     raise WcacheError(
         f"engines use weights that would be replaced: {'; '.join([*used, *why])}",
-        hint="stop these engines first, or load beside them with another --instance NAME",
+        hint=_lease_hint(leaving),
+    )
+
+
+def _lease_hint(leaving: list[RankView]) -> str:
+    if leaving:
+        return "stop these engines first, or load beside them with another --instance NAME"
+    return (
+        "wcache warm, with the same --model, has new engines get the new weights and lets these"
+        " go on; or stop these engines first"
     )
 
 
@@ -138,8 +147,8 @@ def check_memory(
 def _memory_hint(device: str, held: int, others: list[Holding]) -> str:
     if held:
         return (
-            f"{size(held)} of old weights stay until the new ones are in; wcache down frees them"
-            " first, and no engine can attach until wcache up is done"
+            f"{size(held)} of old weights stay until the new ones are in; wcache warm --replace"
+            " frees them first, and no engine can attach until it is done"
         )
     if others:
         name = max(others, key=lambda holding: holding.nbytes).id.instance

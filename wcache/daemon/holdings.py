@@ -187,6 +187,8 @@ class Holdings:
         if config is not None:
             configs = self._roles.configs | {new.number: without_access(config)}
             self._roles = msgspec.structs.replace(self._roles, configs=configs)
+        if self._roles.candidate is not None:
+            self.keep_roles()
 
     def serve(self, number: int, *, hold: int | None = None) -> None:
         """Has ``number`` served in place of what is served now, and ``hold`` held.

@@ -398,6 +398,7 @@ class Rank:
         elif self.state is RankState.READY:
             self._step(RankEvent.VACATED)
             ready.withdraw(self._paths)
+            self._announced = None
         self.record()
         self.free_drained()
         self.say_status()

@@ -2,7 +2,8 @@
 
 import os
 
-MAX_STORED = 8192
+# Two generations of 4,096 descriptors each, and a few more.
+MAX_STORED = 8448
 # execve(2) takes at most 128 KiB for one variable, and LISTEN_FDNAMES= must name them all.
 MAX_NAMES_BYTES = 120 * 1024
 

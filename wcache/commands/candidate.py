@@ -1,0 +1,98 @@
+"""From the options of ``warm`` to the configuration whose weights are to be served."""
+
+from dataclasses import replace
+
+import msgspec
+
+from wcache import devices
+from wcache.checkpoint import Checkpoint, identify
+from wcache.commands.wanted import Args, Wanted, from_config, from_model
+from wcache.config import Config, load_config
+from wcache.errors import MismatchError, UsageError, WcacheError
+from wcache.paths import InstancePaths
+
+_PUBLISHED = "wcache up --model … makes them weights that are read from a checkpoint"
+
+
+def candidate(args: Args, old: Config, paths: InstancePaths, *, previous: bool) -> Wanted:
+    """The configuration that is to be met, with its checkpoint if that had to be looked at.
+
+    Layout, memory and access are those of ``old``: other ones need other ranks, and ``wcache up``.
+    Raises :class:`WcacheError` when there is none that ``warm`` can meet.
+    """
+    if previous:
+        return Wanted(config=_previous(args, old, paths), checkpoint=None)
+    if old.model.loader == "publish":
+        raise WcacheError(
+            "the first engine publishes the weights of this instance: there is nothing to read",
+            hint=_PUBLISHED,
+        )
+    if not any((args.model, args.revision, args.dtype, args.quantization)):
+        return _as_configured(old)
+    if args.model is None and args.revision is not None and old.model.hub_id is None:
+        raise UsageError(
+            "--revision needs --model",
+            hint=f"the configured model is a folder and has no revisions: {old.model.path}",
+        )
+    return _chosen(args, old)
+
+
+def _as_configured(old: Config) -> Wanted:
+    if old.model.content is not None:
+        return Wanted(config=old, checkpoint=None)
+    # Without it any checkpoint would do: a doubt is a mismatch.
+    found = from_config(old).checkpoint
+    assert found is not None
+    model = msgspec.structs.replace(old.model, content=identify(found).digest)
+    return Wanted(config=msgspec.structs.replace(old, model=model), checkpoint=found)
+
+
+def _chosen(args: Args, old: Config) -> Wanted:
+    """What was not said stays as it is configured."""
+    model, revision = args.model, args.revision
+    if model is None:
+        model = old.model.hub_id or old.model.path
+        revision = revision or old.model.revision
+    filled: Args = replace(
+        args,
+        model=model,
+        revision=revision,
+        dtype=args.dtype or old.model.dtype,
+        quantization=args.quantization or old.model.quantization,
+        device=old.memory.device,
+        **msgspec.structs.asdict(old.layout),
+    )
+    visible = devices.visible_gpus() if old.memory.device == "cuda" else ()
+    return from_model(filled, model, old, visible)
+
+
+def _previous(args: Args, old: Config, paths: InstancePaths) -> Config:
+    if any((args.model, args.revision, args.dtype, args.quantization)):
+        raise UsageError("--previous names the weights already: leave the other options out")
+    file = paths.previous_file
+    if not file.exists():
+        raise WcacheError(
+            "there is no previous configuration", hint=f"a switch to other weights writes {file}"
+        )
+    found = load_config(file)
+    if (found.layout, found.memory) != (old.layout, old.memory):
+        raise WcacheError(
+            f"the previous configuration has another layout or memory: {file}",
+            hint=f"wcache up --model {found.model.hub_id or found.model.path} … takes both",
+        )
+    return msgspec.structs.replace(found, access=old.access)
+
+
+def checkpoint_of(wanted: Wanted) -> Checkpoint:
+    """The checkpoint to load; raises :class:`MismatchError` when it is not the one that the
+    configuration was written for."""
+    if wanted.checkpoint is not None:
+        return wanted.checkpoint
+    try:
+        found = from_config(wanted.config).checkpoint
+    except MismatchError as error:
+        error.hint = f"wcache warm --model {wanted.config.model.path} takes what is there now"
+        raise
+    if found is None:
+        raise WcacheError("what an engine publishes can not be read", hint=_PUBLISHED)
+    return found

@@ -1,0 +1,64 @@
+"""``wcache warm --page-cache``: has the system read a checkpoint ahead, and does nothing else."""
+
+import time
+from collections.abc import Sequence
+
+from wcache.checkpoint.readahead import file_ranges, read_ahead, total_bytes
+from wcache.commands.candidate import candidate, checkpoint_of
+from wcache.commands.wanted import Args
+from wcache.config import Config, load_config
+from wcache.errors import OutOfMemoryError, WcacheError
+from wcache.memory.available import available_bytes
+from wcache.output import Output, counted
+from wcache.paths import InstancePaths
+from wcache.units import duration, size
+
+_LABEL = "page cache"
+
+
+def read(
+    args: Args,
+    paths: InstancePaths,
+    ranks: Sequence[int],
+    out: Output,
+    *,
+    previous: bool,
+    dry_run: bool,
+) -> None:
+    """Reads what ``ranks``, or all of this node, will need of the checkpoint.
+
+    Raises :class:`OutOfMemoryError` when it is more than the page cache could hold.
+    """
+    from wcache.load.placement import plan
+
+    wanted = candidate(args, load_config(paths.config_file), paths, previous=previous)
+    checkpoint, config = checkpoint_of(wanted), wanted.config
+    ranges = file_ranges(
+        target.source
+        for rank in _ranks(config, ranks)
+        for target in plan(checkpoint, config, rank).targets
+    )
+    nbytes, room = total_bytes(ranges), available_bytes()
+    what = f"{size(nbytes)} of {counted(len(ranges), 'file')} in {checkpoint.path}"
+    if nbytes > room:
+        # It would push out its own beginning, and whatever else is cached.
+        raise OutOfMemoryError(
+            f"the page cache can not hold {what}: {size(room)} of memory is available",
+            hint="the load reads it from the disk as well; name fewer ranks to read less",
+        )
+    if dry_run:
+        out.say(f"{what} would be read, {size(room)} of memory is available")
+        return
+    begun = time.monotonic()
+    with out.bars([_LABEL]) as bars:
+        read_ahead(checkpoint.path, ranges, lambda done: bars.step(_LABEL, "read", done, nbytes))
+        seconds = time.monotonic() - begun
+        speed = nbytes / max(seconds, 1e-6) / 1e9
+        bars.end(_LABEL, f"{what} read in {duration(seconds)}, {speed:.2f} GB/s")
+
+
+def _ranks(config: Config, named: Sequence[int]) -> Sequence[int]:
+    local = config.ranks.local_ranks()
+    if unknown := [rank for rank in named if rank not in local]:
+        raise WcacheError(f"there is no rank {unknown[0]} in the configuration")
+    return list(named) or list(local)

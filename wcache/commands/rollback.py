@@ -1,0 +1,163 @@
+"""``wcache rollback``: goes back to the weights of before, while they are still held."""
+
+import time
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+import typer
+
+from wcache.commands import orders
+from wcache.commands.lock import hold
+from wcache.commands.options import InstanceOption, QuietOption
+from wcache.commands.overview import collect, tables
+from wcache.config import Config, load_config
+from wcache.errors import WcacheError
+from wcache.output import Output
+from wcache.paths import InstancePaths, check_instance_name
+from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
+from wcache.ranks import RankView, chosen, rank_words, view
+from wcache.units import duration, size
+
+
+def rollback(
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Go nowhere: free what is held and not served.")
+    ] = False,
+    instance: InstanceOption = "",
+    quiet: QuietOption = False,
+) -> None:
+    """Go back to the weights of before the last switch, while every rank still holds them.
+
+    They are held while an engine uses them, and after wcache warm --keep-old until the next warm,
+    rollback --drop or down. Nothing is read from disk. The configuration goes back with them, and
+    the weights that were served drain.
+    """
+    from wcache.supervise import supervisor_for
+
+    out = Output(quiet=quiet)
+    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    supervisor = supervisor_for(paths.instance)
+    with hold(paths, "wcache rollback"):
+        ranks = chosen(paths, [])
+        if drop:
+            _drop(paths, ranks, out)
+            return
+        current = load_config(paths.config_file)
+        local = current.ranks.local_ranks()
+        target = _target(view(paths, local, supervisor), paths)
+        _go_back(paths, local, current, target, out)
+    found = collect(paths, local, supervisor)
+    out.data(found, *tables(found))
+
+
+def _drop(paths: InstancePaths, ranks: list[int], out: Output) -> None:
+    answers, errors = orders.try_all(
+        paths, ranks, lambda _: Release(roles=("staged", "held")), Released
+    )
+    given_up = [rank for rank, released in answers.items() if released.generations]
+    nbytes = sum(answers[rank].slab_bytes for rank in given_up)
+    if given_up:
+        out.say(f"{rank_words(given_up)}: {size(nbytes)} given up; engines keep what they have")
+    elif not errors:
+        out.say("nothing is held that is not served or in use")
+    for error in errors.values():
+        raise error
+
+
+def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
+    """The configuration to go back to: the same one on every rank.
+
+    Raises :class:`WcacheError` when a rank does not hold its weights any more.
+    """
+    found: dict[int, Config] = {}
+    for rank, one in views.items():
+        older = _older(one)
+        if older is not None:
+            found[rank] = older
+    targets = list(found.values())
+    if not targets:
+        raise WcacheError(_why_not(views), hint=_from_disk(paths))
+    target = targets[0]
+    if list(target.ranks.local_ranks()) != list(views):
+        raise WcacheError("the weights of before have another layout", hint=_from_disk(paths))
+    for rank, one in views.items():
+        # A rank that went back before, in a call that was ended, serves it already.
+        if found.get(rank, target) != target or (rank not in found and not one.serves(target)):
+            raise WcacheError(
+                f"{rank_words([rank])} holds other weights of before than {rank_words(found)}:"
+                " the ranks can not go back together",
+                hint=_from_disk(paths),
+            )
+    return target
+
+
+def _older(one: RankView) -> Config | None:
+    """What was served before: of a lower number, and other weights than are served now."""
+    serving = one.serving
+    if one.report is None or serving is None:
+        return None
+    older = [
+        held
+        for held in one.report.generations
+        if held.number < serving.number and held.config is not None and one.differences(held.config)
+    ]
+    return max(older, key=lambda held: held.number).config if older else None
+
+
+def _why_not(views: Mapping[int, RankView]) -> str:
+    for rank, one in views.items():
+        if one.report is None:
+            return f"rank {rank} is not up: there is nothing to go back to"
+        freed, serving = one.report.freed, one.serving
+        if serving is None:
+            return f"rank {rank} serves nothing: there is nothing to go back from"
+        if any(held.number > serving.number for held in one.report.generations):
+            return f"rank {rank} serves the oldest weights that it holds"
+        if freed is not None:
+            ago = duration(time.time() - freed.at)
+            went = "went back already, and" if freed.number > serving.number else "has"
+            return (
+                f"there is nothing to go back to: rank {rank} {went} freed generation"
+                f" {freed.number}, {size(freed.slab_bytes)}, {ago} ago"
+            )
+    return "there is nothing to go back to: no other weights were served before"
+
+
+def _from_disk(paths: InstancePaths) -> str:
+    if paths.previous_file.exists():
+        return f"wcache warm --previous takes the weights of {paths.previous_file}"
+    return "wcache warm --model … reads other weights from disk"
+
+
+def _go_back(
+    paths: InstancePaths, ranks: range, current: Config, target: Config, out: Output
+) -> None:
+    from wcache.commands.job import write_config
+
+    begun = time.monotonic()
+    answers, errors = orders.try_all(
+        paths, ranks, lambda _: Stage(config=target, load=False), Staged
+    )
+    if errors:
+        orders.try_all(paths, answers, lambda _: Release(roles=("staged",)), Released)
+        raise next(iter(errors.values()))
+    back = msgspec.structs.replace(target, access=current.access)
+    if back != current:
+        # First what a reboot loads: a crash between the two loses nothing that counts.
+        write_config(back, paths.config_file)
+        write_config(current, paths.previous_file)
+    _, errors = orders.try_all(
+        paths, ranks, lambda rank: Switch(generation=answers[rank].generation), Switched
+    )
+    for rank, error in errors.items():
+        raise WcacheError(
+            f"rank {rank} did not go back, and others did: {error.message}",
+            hint="wcache rollback again brings it back too",
+        )
+    numbers = sorted({answer.generation for answer in answers.values()})
+    out.say(
+        f"{rank_words(ranks)}: back at generation {' and '.join(map(str, numbers))} in"
+        f" {duration(time.monotonic() - begun)}, nothing read from disk"
+    )
+    out.say("the configuration went back as well: wcache warm --previous goes forward again")
