@@ -12,7 +12,10 @@ from tests.places import Places, publish_config
 
 pytestmark = pytest.mark.cli
 
-COMMANDS = ["up", "status", "verify", "restart", "down", "logs", "supervise"]
+COMMANDS = [
+    "up", "status", "verify", "warm", "rollback", "restart", "down", "logs", "supervise",
+]  # fmt: skip
+LOCKED = ["up", "down", "restart", "warm", "rollback"]
 # These are about the machine and not about an instance: tests/cli/test_install.py.
 ON_A_HOST = ["doctor", "install", "uninstall"]
 
@@ -25,6 +28,14 @@ def three_ranks(places: Places) -> None:
     from wcache.config import LayoutSection
 
     places.write_config(publish_config(layout=LayoutSection(tp=3)))
+
+
+def three_models(places: Places) -> None:
+    """Ranks that are read from a checkpoint, of which there is nothing."""
+    from wcache.config import Config, LayoutSection, ModelSection
+
+    model = ModelSection(path="/models/a", content="sha256:" + "a" * 64)
+    places.write_config(Config(model=model, layout=LayoutSection(tp=3)))
 
 
 def broken(places: Places) -> None:
@@ -72,6 +83,10 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_no_model", nothing, "up --tp 8"),
     ("usage_layout", nothing, "up --model x --tp 4 --ep 3 --nnodes 3"),
     ("usage_size", nothing, "up --model x --slab-bytes 1G"),
+    ("usage_warm_replace", nothing, "warm --replace --keep-old"),
+    ("usage_warm_page_cache", nothing, "warm --page-cache --replace"),
+    ("usage_warm_previous", three_models, "warm --previous --model x"),
+    ("usage_warm_revision", three_models, "warm --revision v2"),
     ("usage_publish", nothing, "up --model x --loader publish --dtype float16"),
     ("usage_quantization", nothing, "up --model x --quantization int8"),
     ("usage_publish_fp8", nothing, "up --model x --loader publish --quantization fp8"),
@@ -103,6 +118,11 @@ CASES: list[tuple[str, Setup, str]] = [
     ("down_restart", three_ranks, "restart"),
     ("down_restart_of_one", three_ranks, "restart 1"),
     ("down_verify", three_ranks, "verify"),
+    ("down_warm", three_models, "warm --dry-run"),
+    ("down_warm_published", three_ranks, "warm"),
+    ("down_warm_no_previous", three_models, "warm --previous"),
+    ("down_rollback", three_models, "rollback"),
+    ("down_rollback_drop", three_ranks, "rollback --drop"),
     ("down_logs", three_ranks, "logs"),
 ]
 
@@ -115,7 +135,7 @@ def test_the_words_are_those_of_the_snapshot(
     check(wcache(places, *command.split()), name, places.root)
 
 
-@pytest.mark.parametrize("command", ["up", "down", "restart"])
+@pytest.mark.parametrize("command", LOCKED)
 def test_a_second_command_is_told_who_is_at_work(command: str, places: Places) -> None:
     three_ranks(places)
     lock = places.instance().lock_file
@@ -140,7 +160,7 @@ def test_a_lock_of_a_command_that_was_killed_is_no_lock(places: Places) -> None:
 def test_every_snapshot_belongs_to_a_test() -> None:
     from tests.cli.snapshot import SNAPSHOTS
 
-    names = {case[0] for case in CASES} | {f"locked_{name}" for name in ("up", "down", "restart")}
+    names = {case[0] for case in CASES} | {f"locked_{name}" for name in LOCKED}
     elsewhere = ("fingerprint_", "job_", "install", "uninstall")
     kept = {file.stem for file in SNAPSHOTS.glob("*.txt") if not file.stem.startswith(elsewhere)}
     assert kept == names

@@ -27,7 +27,7 @@ def rollback(
     instance: InstanceOption = "",
     quiet: QuietOption = False,
 ) -> None:
-    """Go back to the weights of before the last switch, while every rank still holds them.
+    """Go back to the weights of before the last switch, while they are held.
 
     They are held while an engine uses them, and after wcache warm --keep-old until the next warm,
     rollback --drop or down. Nothing is read from disk. The configuration goes back with them, and
@@ -41,7 +41,8 @@ def rollback(
     with hold(paths, "wcache rollback"):
         ranks = chosen(paths, [])
         if drop:
-            _drop(paths, ranks, out)
+            up = [rank for rank, one in view(paths, ranks, supervisor).items() if one.is_up]
+            _drop(paths, up, out)
             return
         current = load_config(paths.config_file)
         local = current.ranks.local_ranks()
@@ -76,6 +77,12 @@ def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
         if older is not None:
             found[rank] = older
     targets = list(found.values())
+    if down := [rank for rank, one in views.items() if one.report is None]:
+        raise WcacheError(
+            f"{rank_words(down)} {'is' if len(down) == 1 else 'are'} not up, and all ranks go back"
+            " together",
+            hint="wcache up starts what is not up, with the weights of the configuration",
+        )
     if not targets:
         raise WcacheError(_why_not(views), hint=_from_disk(paths))
     target = targets[0]
@@ -107,11 +114,10 @@ def _older(one: RankView) -> Config | None:
 
 def _why_not(views: Mapping[int, RankView]) -> str:
     for rank, one in views.items():
-        if one.report is None:
-            return f"rank {rank} is not up: there is nothing to go back to"
-        freed, serving = one.report.freed, one.serving
-        if serving is None:
+        serving = one.serving
+        if one.report is None or serving is None:
             return f"rank {rank} serves nothing: there is nothing to go back from"
+        freed = one.report.freed
         if any(held.number > serving.number for held in one.report.generations):
             return f"rank {rank} serves the oldest weights that it holds"
         if freed is not None:

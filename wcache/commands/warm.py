@@ -61,11 +61,12 @@ def warm(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Have the resident weights match the configuration, or the options, under running engines.
+    """Load what the configuration wants beside what is served, and switch.
 
-    New weights are loaded beside the old. When every rank has them, all switch: engines that are
-    attached keep the old ones, which are freed when the last of these engines ends, and new ones
-    get the new. When one rank fails, none switches. wcache rollback goes back.
+    Does nothing where the resident weights are the wanted ones. With --model and the like the
+    switch changes the configuration too, for weights in the same layout. When every rank has the
+    new weights, all switch: engines that are attached keep the old ones, which are freed when the
+    last of these engines ends. When one rank fails, none switches. wcache rollback goes back.
     """
     from wcache.commands import pagecache, warming, warmplan
     from wcache.commands.wanted import Args

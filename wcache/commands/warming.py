@@ -189,7 +189,8 @@ def prepare(
     ranks = sorted(named) or list(local)
     views = {rank: everywhere[rank] for rank in ranks}
     taken = {}
-    if any(views[rank].holding(config) is None or _moved(views[rank], config) for rank in ranks):
+    up = [one for one in views.values() if one.report is not None]
+    if any(one.holding(config) is None or _moved(one, config) for one in up):
         found = needs(checkpoint_of(wanted), config, out)
         taken = {need.rank: need for need in found}
     plan = decide(

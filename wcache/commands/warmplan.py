@@ -10,7 +10,7 @@ import msgspec
 
 from wcache.commands.rollout import Need
 from wcache.config import Config
-from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
+from wcache.errors import OutOfMemoryError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
 from wcache.output import Table, counted
@@ -110,9 +110,9 @@ def decide(
 def _plan(one: RankView, config: Config, replace: bool) -> RankPlan:
     report, unit, serving = one.report, one.unit, one.serving
     if report is None:
-        return _refused(one, one.silence or "is not up: wcache up starts it")
+        return _refused(one, one.silence or "not up, wcache up starts it")
     if unit is not None and unit.state in ("inactive", "failed"):
-        return _refused(one, "has lost its supervisor: wcache up starts one that takes it over")
+        return _refused(one, "its supervisor is gone, wcache up starts one that takes it over")
     number = serving.number if serving is not None else None
     found = one.holding(config)
     if found is not None and found.serving:
@@ -122,7 +122,7 @@ def _plan(one: RankView, config: Config, replace: bool) -> RankPlan:
         if (report.staging or report.wanted) == wanted:
             action: Action = "fill" if serving is None else "follow"
             return _row(one, action, f"pid {report.progress.loader_pid} is loading them")
-        return _refused(one, f"is loading other weights (pid {report.progress.loader_pid})")
+        return _refused(one, f"other weights are being loaded (pid {report.progress.loader_pid})")
     if found is not None:
         return _row(one, "switch", f"generation {found.number} has the wanted weights")
     if serving is None:
@@ -170,12 +170,13 @@ def _given_up(one: RankView, action: Action) -> Iterable[GenerationReport]:
 
 
 def _check(plan: WarmPlan, views: Mapping[int, RankView], others: Iterable[Holding]) -> None:
-    refused = [one for one in plan.ranks if one.action == "refuse"]
+    refused: dict[str, list[int]] = {}
+    for one in plan.ranks:
+        if one.action == "refuse":
+            refused.setdefault(one.detail, []).append(one.rank)
     if refused:
-        raise TryAgainError(
-            "; ".join(f"rank {one.rank} {one.detail}" for one in refused),
-            hint="nothing was changed",
-        )
+        said = (f"{rank_words(ranks)}: {detail}" for detail, ranks in refused.items())
+        raise WcacheError("; ".join(said), hint="all ranks switch together, or none does")
     replaced = [views[rank] for rank in plan.having("replace")]
     if used := holders(replaced):
         raise WcacheError(
