@@ -20,7 +20,7 @@ from tests.processes import PATIENCE_S, end
 from wcache.commands.warmplan import WarmPlan
 from wcache.config import load_config
 from wcache.control import Control
-from wcache.protocol import Attach, Attached
+from wcache.protocol import Attach, Attached, Switch, Switched
 from wcache.ranks import ask
 from wcache.wire import close_all
 
@@ -259,6 +259,22 @@ def test_rollback_needs_no_hold_while_an_engine_uses_the_old_weights(node: Node)
         assert digest(node) == running.digest
 
 
+def test_rollback_goes_to_what_was_served_before_and_not_to_what_was_loaded_before(
+    node: Node,
+) -> None:
+    assert node.up().code == 0
+    first = digest(node)
+    with lease(node):
+        assert node("warm", "--model", other(node)).code == 0
+        with lease(node):
+            # It was bad, is in use all the same, and has the number below that of the next one.
+            assert node("rollback").code == 0
+            assert node("warm", "--model", other(node, 2)).code == 0
+            assert parts(node) == {1: "draining", 2: "draining", 3: "serving"}
+            assert node("rollback").code == 0
+            assert digest(node) == first
+
+
 def test_rollback_is_refused_when_the_old_weights_are_gone(node: Node) -> None:
     assert node.up().code == 0
     before = digest(node)
@@ -275,7 +291,7 @@ def test_rollback_is_all_ranks_or_none(node: Node) -> None:
         wait_for(lambda: parts(node, 0) == {2: "serving"}, "rank 0 has freed the old weights")
         done = node("rollback")
         assert done.code == 1
-        assert "rank 0 holds other weights of before than rank 1" in done.stderr
+        assert "rank 0 does not hold the weights of before any more" in done.stderr
         assert parts(node, 1) == {1: "draining", 2: "serving"}
 
 
@@ -350,6 +366,13 @@ def test_a_killed_warm_is_gone_on_with(node: Node) -> None:
     given_up = node("warm")
     assert "loaded and never served are given up" in given_up.stderr
     assert parts(node) == {1: "serving"}
+    late = node("warm", "--model", model, "--timeout", "0.1")
+    assert late.code == 3
+    assert "wcache warm again goes on with it" in late.stderr
+    wait_for(lambda: parts(node, 0).get(2) == parts(node, 1).get(2) == "staged", "all is loaded")
+    # As if it had been killed between the two ranks.
+    with Control.connect(node.paths.rank(0), "operator") as control:
+        control.request(Switch(generation=2), Switched)
     assert node("warm", "--model", model).code == 0
     assert digest(node) == digest(node, 1) != before
 
@@ -444,3 +467,4 @@ def test_up_with_other_weights_names_warm_while_engines_use_the_old(node: Node) 
     assert "wcache warm" in refused.stderr
     assert node("up", "--model", model, *SMALL).code == 0
     assert parts(node) == {2: "serving"}
+    assert load_config(node.paths.previous_file).model.path == str(node.model)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from wcache.config import AccessSection
-from wcache.daemon.access import group_of, may, socket_mode
+from wcache.daemon.access import group_of, may, may_command, socket_mode
 from wcache.protocol import Role
 from wcache.wire import Credentials
 
@@ -51,6 +51,12 @@ def test_listed_users_may_read_and_listed_publishers_write_too() -> None:
     assert may(peer(OTHER + 1), access, "loader")
     assert may(peer(OTHER + 1), access, "client")
     assert not may(peer(OTHER + 2), access, "client")
+
+
+def test_nobody_but_root_and_the_daemons_own_user_decides_what_is_served() -> None:
+    assert may_command(peer(0))
+    assert may_command(peer(os.geteuid()))
+    assert not may_command(peer(OTHER))
 
 
 def test_group_that_was_deleted_lets_nobody_in() -> None:

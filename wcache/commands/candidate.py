@@ -6,8 +6,9 @@ import msgspec
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, identify
+from wcache.commands import previous as previous_config
 from wcache.commands.wanted import Args, Wanted, from_config, from_model
-from wcache.config import Config, load_config
+from wcache.config import Config
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.paths import InstancePaths
 
@@ -70,11 +71,11 @@ def _previous(args: Args, old: Config, paths: InstancePaths) -> Config:
     if any((args.model, args.revision, args.dtype, args.quantization)):
         raise UsageError("--previous names the weights already: leave the other options out")
     file = paths.previous_file
-    if not file.exists():
+    found = previous_config.load(paths)
+    if found is None:
         raise WcacheError(
             "there is no previous configuration", hint=f"a switch to other weights writes {file}"
         )
-    found = load_config(file)
     if (found.layout, found.memory) != (old.layout, old.memory):
         raise WcacheError(
             f"the previous configuration has another layout or memory: {file}",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
-from wcache.commands import follow, orders
+from wcache.commands import follow, orders, previous
 from wcache.commands.rollout import (
     LOADER_CONTEXT_BYTES,
     Need,
@@ -15,8 +15,9 @@ from wcache.commands.rollout import (
     decide,
 )
 from wcache.commands.wanted import Args, Wanted, from_config, from_model
-from wcache.config import Config, load_config, save_config
-from wcache.errors import ConfigError, NoPermissionError, WcacheError
+from wcache.commands.write import write_config
+from wcache.config import Config, load_config
+from wcache.errors import ConfigError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
 from wcache.holdings import Others
@@ -47,6 +48,7 @@ class Job:
         """Writes the configuration, then starts and loads what is to be started and loaded."""
         written = self.config != self.old
         if written:
+            previous.save(self.paths, [self.before[rank] for rank in self.rollout.load], self.old)
             write_config(self.config, self.paths.config_file)
         try:
             if self.rollout.start:
@@ -106,20 +108,6 @@ class Job:
             return
         serving = [rank for rank in self.rollout.load if self.before[rank].serving is not None]
         orders.load_at_once(self.paths, serving, self.config)
-
-
-def write_config(config: Config, path: Path) -> None:
-    """Saves ``config``; raises :class:`WcacheError` for whatever keeps it from being written."""
-    try:
-        save_config(config, path)
-    except PermissionError:
-        raise NoPermissionError(
-            f"no permission to write {path}", hint="use sudo, or set WCACHE_CONFIG_DIR"
-        ) from None
-    except OSError as error:
-        raise WcacheError(
-            f"{path} can not be written: {(error.strerror or str(error)).lower()}"
-        ) from None
 
 
 def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Output) -> Job:

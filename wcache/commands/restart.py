@@ -110,9 +110,11 @@ def _follow(
     out: Output,
 ) -> None:
     """Until the changed weights are served; a load that fails leaves the old ones."""
+    from wcache.commands import previous
     from wcache.commands.follow import follow
     from wcache.commands.orders import load_at_once
 
+    previous.save(paths, [before[rank] for rank in change.ranks], config)
     load_at_once(paths, change.ranks, config)
     supervisor.load(change.ranks)
     failures = follow(paths, config, supervisor, before, change.ranks, timeout_s=None, out=out)

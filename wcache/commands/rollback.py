@@ -7,12 +7,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from wcache.commands import orders
+from wcache.commands import orders, previous
 from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption
 from wcache.commands.overview import collect, tables
+from wcache.commands.write import write_config
 from wcache.config import Config, load_config
 from wcache.errors import WcacheError
+from wcache.fingerprint import compare, wanted_by
 from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
 from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
@@ -71,36 +73,41 @@ def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
 
     Raises :class:`WcacheError` when a rank does not hold its weights any more.
     """
-    found: dict[int, Config] = {}
-    for rank, one in views.items():
-        older = _older(one)
-        if older is not None:
-            found[rank] = older
-    targets = list(found.values())
-    if down := [rank for rank, one in views.items() if one.report is None]:
+    if down := [rank for rank, one in views.items() if one.serving is None]:
         raise WcacheError(
-            f"{rank_words(down)} {'is' if len(down) == 1 else 'are'} not up, and all ranks go back"
-            " together",
-            hint="wcache up starts what is not up, with the weights of the configuration",
+            f"{rank_words(down)} {'serves' if len(down) == 1 else 'serve'} nothing, and all ranks"
+            " go back together",
+            hint="wcache up starts what is not up, wcache warm loads what is empty",
         )
-    if not targets:
+    before = previous.load(paths)
+    found = {rank: held for rank, one in views.items() if (held := _older(one, before)) is not None}
+    if not found:
         raise WcacheError(_why_not(views), hint=_from_disk(paths))
-    target = targets[0]
+    target = next(iter(found.values()))
     if list(target.ranks.local_ranks()) != list(views):
         raise WcacheError("the weights of before have another layout", hint=_from_disk(paths))
-    for rank, one in views.items():
-        # A rank that went back before, in a call that was ended, serves it already.
-        if found.get(rank, target) != target or (rank not in found and not one.serves(target)):
-            raise WcacheError(
-                f"{rank_words([rank])} holds other weights of before than {rank_words(found)}:"
-                " the ranks can not go back together",
-                hint=_from_disk(paths),
-            )
+    # A rank that went back before, in a call that was ended, serves them already.
+    without = [r for r, one in views.items() if r not in found and not one.serves(target)]
+    if without:
+        keep = "does" if len(without) == 1 else "do"
+        raise WcacheError(
+            f"{rank_words(without)} {keep} not hold the weights of before any more, and"
+            f" {rank_words(found)} can not go back alone",
+            hint=_from_disk(paths),
+        )
+    if any(config != target for config in found.values()):
+        raise WcacheError(
+            f"{rank_words(found)} hold different weights of before", hint=_from_disk(paths)
+        )
     return target
 
 
-def _older(one: RankView) -> Config | None:
-    """What was served before: of a lower number, and other weights than are served now."""
+def _older(one: RankView, before: Config | None) -> Config | None:
+    """What was served before: of a lower number, and other weights than are served now.
+
+    Numbers are in the order of the loads: after a rollback the highest one below is not what was
+    served last. ``before``, where it is known, is.
+    """
     serving = one.serving
     if one.report is None or serving is None:
         return None
@@ -109,6 +116,9 @@ def _older(one: RankView) -> Config | None:
         for held in one.report.generations
         if held.number < serving.number and held.config is not None and one.differences(held.config)
     ]
+    if before is not None:
+        wanted = wanted_by(before, one.rank)
+        older = [held for held in older if not compare(held.fingerprint, wanted)]
     return max(older, key=lambda held: held.number).config if older else None
 
 
@@ -116,7 +126,7 @@ def _why_not(views: Mapping[int, RankView]) -> str:
     for rank, one in views.items():
         serving = one.serving
         if one.report is None or serving is None:
-            return f"rank {rank} serves nothing: there is nothing to go back from"
+            continue
         freed = one.report.freed
         if any(held.number > serving.number for held in one.report.generations):
             return f"rank {rank} serves the oldest weights that it holds"
@@ -139,8 +149,6 @@ def _from_disk(paths: InstancePaths) -> str:
 def _go_back(
     paths: InstancePaths, ranks: range, current: Config, target: Config, out: Output
 ) -> None:
-    from wcache.commands.job import write_config
-
     begun = time.monotonic()
     answers, errors = orders.try_all(
         paths, ranks, lambda _: Stage(config=target, load=False), Staged
@@ -159,7 +167,7 @@ def _go_back(
     for rank, error in errors.items():
         raise WcacheError(
             f"rank {rank} did not go back, and others did: {error.message}",
-            hint="wcache rollback again brings it back too",
+            hint="wcache warm brings it back too: the configuration has gone back",
         )
     numbers = sorted({answer.generation for answer in answers.values()})
     out.say(

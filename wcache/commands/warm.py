@@ -84,7 +84,7 @@ def warm(
 
     def prepare() -> "Warming":
         return warming.prepare(
-            args, paths, supervisor, out, named=named, previous=previous, replace=replace
+            args, paths, supervisor, out, named=named, go_back=previous, replace=replace
         )
 
     if dry_run:

@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
-from wcache.commands import follow, orders
+from wcache.commands import follow, orders, previous
 from wcache.commands.candidate import candidate, checkpoint_of
-from wcache.commands.job import Free, needs, write_config
+from wcache.commands.job import Free, needs
 from wcache.commands.wanted import Args
 from wcache.commands.warmplan import STAGED, WarmPlan, decide
+from wcache.commands.write import write_config
 from wcache.config import Config, load_config
 from wcache.errors import NotReadyError, WcacheError
 from wcache.holdings import Others
@@ -80,7 +79,7 @@ class Warming:
             rank, error = next(iter(errors.items()))
             raise WcacheError(
                 f"rank {rank} did not switch, and others did: {error.message}",
-                hint="wcache warm again switches it; wcache rollback brings the others back",
+                hint="wcache warm again switches it: the configuration is that of the new weights",
             )
 
     def free(self) -> None:
@@ -125,18 +124,7 @@ class Warming:
     def _save_previous(self) -> None:
         """The configuration of what is served until now, beside that of what will be."""
         changed = [self.before[rank] for rank in self.plan.having(*STAGED, "replace")]
-        serving = next((one.serving for one in changed if one.serving is not None), None)
-        if serving is None:
-            return
-        previous = serving.config
-        if previous is None and all(one.serves(self.old) for one in changed):
-            previous = self.old
-        if previous is None:
-            # Not known: the one before it would be taken for it.
-            self.paths.previous_file.unlink(missing_ok=True)
-            return
-        previous = msgspec.structs.replace(previous, access=self.old.access)
-        write_config(previous, self.paths.previous_file)
+        previous.save(self.paths, changed, self.old)
 
     def _is_loading(self, rank: int) -> bool:
         report = self.before[rank].report
@@ -173,7 +161,7 @@ def prepare(
     out: Output,
     *,
     named: Iterable[int] = (),
-    previous: bool = False,
+    go_back: bool = False,
     replace: bool = False,
 ) -> Warming:
     """Finds out what has to be done to ``named`` ranks, or to all, and touches nothing.
@@ -181,7 +169,7 @@ def prepare(
     Raises :class:`WcacheError` when there is no telling.
     """
     old = load_config(paths.config_file)
-    wanted = candidate(args, old, paths, previous=previous)
+    wanted = candidate(args, old, paths, previous=go_back)
     config = wanted.config
     local = config.ranks.local_ranks()
     everywhere = view(paths, sorted({*local, *known_ranks(paths)}), supervisor)
