@@ -53,8 +53,11 @@ class Harvest:
         return sum(source.nbytes for source in self.sources)
 
 
-def harvest(module: torch.nn.Module) -> Harvest:
+def harvest(module: torch.nn.Module, *, device_type: str | None = None) -> Harvest:
     """All parameters, buffers and plain tensor attributes of ``module`` and its submodules.
+
+    ``device_type`` leaves out what lies on any other device: copies that an engine keeps on the
+    host beside a model on a GPU, which it makes by itself.
 
     Storages are taken whole and once, also where views use a part of them only: so views, ties,
     strides and offsets stay what they are, and whoever wants less memory clones the view before.
@@ -64,6 +67,8 @@ def harvest(module: torch.nn.Module) -> Harvest:
     """
     found = list(_tensors(module))
     _check_no_meta(found)
+    if device_type is not None:
+        found = [item for item in found if item.tensor.device.type == device_type]
     first_names: dict[int, str] = {}
     places: dict[tuple[str, int, int], int] = {}
     sources: list[Source] = []
@@ -111,7 +116,7 @@ def quantization_of(module: torch.nn.Module) -> str | None:
         for settings in _quantization_settings(part):
             if id(settings) not in seen:
                 seen.add(id(settings))
-                methods.add(gate.check_settings(_as_table(settings), where))
+                methods.add(gate.check_settings(as_table(settings), where))
     return min(methods) if methods else None  # fp8 before none
 
 
@@ -129,7 +134,8 @@ def _quantization_settings(part: torch.nn.Module) -> Iterator[object]:
             yield settings
 
 
-def _as_table(settings: object) -> Mapping[str, Any]:
+def as_table(settings: object) -> Mapping[str, Any]:
+    """What an engine's object says of a quantization, as config.json would."""
     if isinstance(settings, Mapping):
         return settings
     if callable(to_dict := getattr(settings, "to_dict", None)):
