@@ -1,6 +1,6 @@
 """How engines take weights from the cache: one folder an engine, and what all of them implement.
 
-A new engine is a folder of its own and a line in :data:`ENGINES`.
+A new engine is a folder of its own and a line in :func:`engines`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ from wcache.engines.interface import Engine
 
 def engines() -> tuple[Engine, ...]:
     """All that are known, in the order in which they are asked; none imports its engine."""
-    return ()
+    from wcache.engines.vllm.launch import Vllm
+
+    return (Vllm(),)
 
 
 def engine_for(argv: Sequence[str]) -> Engine | None:

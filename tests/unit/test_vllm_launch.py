@@ -1,0 +1,167 @@
+"""What wcache run makes of vLLM's command lines, without a vLLM."""
+
+import re
+
+import pytest
+
+from wcache.engines import engine_for
+from wcache.engines.interface import Probe, Wish
+from wcache.engines.orders import Orders
+from wcache.engines.vllm import versions
+from wcache.engines.vllm.launch import Vllm
+from wcache.errors import UsageError, WcacheError
+
+pytestmark = pytest.mark.unit
+
+VLLM = Vllm()
+API = "vllm.entrypoints.openai.api_server"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_PLUGINS", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm serve m",
+        "/opt/venv/bin/vllm serve m --port 1",
+        "python -m vllm.entrypoints.openai.api_server --model m",
+        "python3.12 -u -X dev -m vllm.entrypoints.cli.main serve m",
+        "python3 -m vllm serve m",
+        "/usr/bin/python3 /opt/venv/bin/vllm serve m",
+    ],
+)
+def test_every_way_to_start_the_server_is_recognised(line: str) -> None:
+    engine = engine_for(line.split())
+    assert engine is not None
+    assert engine.name == "vllm"
+    assert engine.wish(line.split()).model == "m"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["vllm bench serve m", "vllm", "vllm-serve m", "python vllm_script.py", "python -m vllm chat",
+     "python -m json.tool", "python", "python -X", "echo vllm serve"],
+)  # fmt: skip
+def test_nothing_else_is_taken_for_the_server(line: str) -> None:
+    assert not VLLM.recognises(line.split())
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--tensor-parallel-size 4 --pipeline-parallel-size 2 --data-parallel-size 3",
+     "--tensor_parallel_size=4 --pipeline_parallel_size=2 --data_parallel_size=3",
+     "-tp 4 -pp=2 -dp 3"],
+)  # fmt: skip
+def test_sizes_are_read_in_every_spelling(options: str) -> None:
+    wish = VLLM.wish(["vllm", "serve", "m", *options.split(), "--dtype", "bfloat16"])
+    assert wish == Wish(model="m", tp=4, pp=2, dp=3, dtype="bfloat16")
+    assert wish.ranks == 24
+
+
+def test_the_last_of_two_values_counts_as_it_does_for_vllm() -> None:
+    assert VLLM.wish(["vllm", "serve", "m", "-tp", "2", "-tp", "4"]).tp == 4
+
+
+@pytest.mark.parametrize("options", ["-tp zero", "-tp 0", "-tp -1", "-tp"])
+def test_a_size_that_is_no_number_is_named(options: str) -> None:
+    with pytest.raises(UsageError, match="--tensor-parallel-size"):
+        VLLM.wish(["vllm", "serve", "m", *options.split()])
+
+
+def test_client_mode_adds_the_load_format_and_nothing_else() -> None:
+    command = ["vllm", "serve", "m", "--port", "80", "--max-model-len", "512"]
+    launch = VLLM.launch(command, Orders(instance="a", on_mismatch="fail"))
+    assert launch.argv == (*command, "--load-format", "wcache")
+    assert launch.environment == {"WCACHE_INSTANCE": "a", "WCACHE_ON_MISMATCH": "fail"}
+
+
+def test_the_load_format_of_wcache_may_be_there_already() -> None:
+    command = ("vllm", "serve", "m", "--load_format=wcache")
+    assert VLLM.launch(command, Orders()).argv == command
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--load-format safetensors", "--load-format safetensors"),
+        ("--load_format=auto", "--load-format auto"),
+        ("--enable-sleep-mode", "--enable-sleep-mode"),
+        ("--enable-eplb", "--enable-eplb"),
+        ("--cpu-offload-gb 4", "--cpu-offload-gb"),
+        ("--weight-transfer-config {}", "--weight-transfer-config"),
+        ("--weight-transfer-config.backend nccl", "--weight-transfer-config"),
+        ("--config serve.yaml", "--config"),
+    ],
+)
+def test_what_contradicts_the_cache_is_named(options: str, named: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(named)) as raised:
+        VLLM.launch(["vllm", "serve", "m", *options.split()], Orders())
+    assert raised.value.hint
+
+
+def test_no_offloading_is_no_contradiction() -> None:
+    assert VLLM.launch(["vllm", "serve", "m", "--cpu-offload-gb", "0"], Orders()).argv
+
+
+@pytest.mark.parametrize(("listed", "way_out"), [("", "wcache"), ("lora", "lora,wcache")])
+def test_a_disabled_plugin_is_found_before_the_start(
+    listed: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", listed)
+    with pytest.raises(UsageError, match="VLLM_PLUGINS") as raised:
+        VLLM.launch(["vllm", "serve", "m"], Orders())
+    assert f"VLLM_PLUGINS={way_out}," in raised.value.hint
+
+
+def test_an_enabled_plugin_is_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora, wcache")
+    assert VLLM.launch(["vllm", "serve", "m"], Orders()).argv
+
+
+def test_the_probe_asks_for_one_token_where_the_server_will_be() -> None:
+    line = "vllm serve m --host ::1 --port 81 --served-model-name a b --api-key k"
+    body = {"model": "a", "prompt": "1", "max_tokens": 1, "temperature": 0}
+    assert VLLM.probe(line.split()) == Probe(
+        host="::1", port=81, path="/v1/completions", body=body,
+        headers={"Authorization": "Bearer k"},
+    )  # fmt: skip
+    other = VLLM.probe(["python", "-m", API, "--model", "m"])
+    assert other is not None
+    assert (other.port, other.body["model"]) == (8000, "m")
+
+
+@pytest.mark.parametrize(
+    "options", ["--uds /run/x", "--headless", "--config x.yaml", "--ssl-keyfile k",
+                "--runner pooling"]
+)  # fmt: skip
+def test_a_server_that_can_not_be_asked_over_tcp_has_no_probe(options: str) -> None:
+    assert VLLM.probe(["vllm", "serve", "m", *options.split()]) is None
+
+
+def test_the_marks_know_the_lines_of_a_real_start() -> None:
+    log = [
+        "(EngineCore pid=9260) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with …",
+        "(Worker pid=9347) INFO [parallel_state.py:2350] rank 0 in world size 1 is assigned as DP",
+        "(EngineCore pid=1) INFO [kv_cache_utils.py:2327] CPU KV cache size: 46,592 tokens, Max",
+        "(EngineCore pid=9260) INFO [core.py:402] init engine (profile, create kv cache, warmup",
+        "(APIServer pid=1) INFO:     Application startup complete.",
+    ]
+    found = [mark.phase for line in log for mark in VLLM.marks if mark.pattern.search(line)]
+    assert found == ["imports", "distributed", "profile", "init", "server"]
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc1", "1.0.0"])
+def test_versions_in_range(version: str) -> None:
+    assert versions.check(version) >= versions.FIRST
+
+
+@pytest.mark.parametrize("version", ["0.29.9", "0.9.1", "dev", ""])
+def test_a_version_out_of_range_is_named(version: str) -> None:
+    with pytest.raises(WcacheError) as raised:
+        versions.check(version)
+    assert version in raised.value.message
+    assert "0.30" in raised.value.message + raised.value.hint
