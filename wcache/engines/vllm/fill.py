@@ -135,7 +135,7 @@ def _slabs(
     held = 0
     for index, source in enumerate(sources):
         nbytes = _aligned(source.nbytes)
-        if indices and held + nbytes > slab_bytes:
+        if indices and held + nbytes > max(slab_bytes, _rounded(held, granularity)):
             made.append((indices, held))
             indices, held = [], 0
         indices.append(index)
@@ -143,9 +143,11 @@ def _slabs(
     made.append((indices, held))
     if len(made) >= MAX_FDS_PER_TRANSFER:
         raise UsageError(f"the model would need {len(made)} slabs", hint="raise memory.slab_bytes")
-    return [
-        (group, max(-(-nbytes // granularity), 1) * granularity) for group, nbytes in made if group
-    ]
+    return [(group, _rounded(nbytes, granularity)) for group, nbytes in made if group]
+
+
+def _rounded(nbytes: int, granularity: int) -> int:
+    return max(-(-nbytes // granularity), 1) * granularity
 
 
 def _aligned(nbytes: int) -> int:
