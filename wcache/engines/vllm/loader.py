@@ -29,6 +29,7 @@ from wcache.fingerprint import compare
 from wcache.load.report import ProgressReport, failure_told
 from wcache.memory.available import available_bytes
 from wcache.paths import RankPaths
+from wcache.protocol import Report
 from wcache.ranks import ask
 from wcache.units import size
 
@@ -60,7 +61,7 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
         """Bytes on the GPU that this rank will map; vLLM takes them off its memory budget."""
         try:
             wanted = wanted_by(vllm_config, self._orders)
-            found = ask(RankPaths.of(wanted.rank))
+            found = _settled(wanted)
         except WcacheError as error:
             log.warning("no weights are counted as held elsewhere: %s", error.message)
             return 0
@@ -95,6 +96,21 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
             return load.publishing(found, wanted)
         load.told("map", time.perf_counter() - begun)
         return load.attached(found, wanted, begun)
+
+
+def _settled(wanted: Wanted) -> Report | None:
+    """What the rank's daemon holds, once no other engine is on the way to publish it.
+
+    vLLM compares the GPU's memory before its load with that after it: what somebody else takes in
+    between would be counted as this engine's (vllm #55827).
+    """
+    deadline = time.monotonic() + _PUBLISHER_WAIT_S
+    while True:
+        found = ask(RankPaths.of(wanted.rank))
+        is_filled = found is None or found.serving is not None or found.progress is None
+        if is_filled or time.monotonic() > deadline:
+            return found
+        time.sleep(_PAUSE_S)
 
 
 def _obtain(wanted: Wanted, model_config: Any) -> Attachment | Claim:
