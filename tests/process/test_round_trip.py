@@ -26,6 +26,8 @@ def empty_rank(places: Places) -> Iterator[None]:
     """A daemon of its own for each module, with its real socket; its loop is a thread here."""
     config_file = places.instance().config_file
     paths = places.rank()
+    # No daemon before this one: it would wait for this process to give its weights back.
+    paths.served_file.unlink(missing_ok=True)
     rank = Rank(paths, Notifier(None, None), Configuration(config_file, None))
     server = Server(paths, rank)
     rank.begin()
