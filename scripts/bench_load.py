@@ -223,8 +223,9 @@ def reader(
     if way.startswith("wcache"):
         from wcache.load.publish import digested
         from wcache.load.read import read_plan
+        from wcache.load.reading.pieces import CHUNK_BYTES
 
-        chunk = options.chunk_mib * 2**20 if options.chunk_mib else None
+        chunk = options.chunk_mib * 2**20 if options.chunk_mib else CHUNK_BYTES
 
         def run() -> None:
             found = read_plan(

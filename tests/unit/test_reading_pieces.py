@@ -1,17 +1,16 @@
 """How rows are read, and weights that are quantized on their way."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import write_checkpoint
-from tests.reading import Elsewhere, many
-from wcache.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from tests.reading import Elsewhere
+from wcache.checkpoint import TensorEntry, open_checkpoint
 from wcache.fp8 import BLOCK
-from wcache.load.plan import Part, Plan, Scale, Slice, align, lay_out
+from wcache.load.plan import Part, Plan, Slice, lay_out
 from wcache.load.quantize import quantize_into
 from wcache.load.read import read_plan
 from wcache.load.reading.pieces import begin_with_words, pieces
@@ -35,19 +34,9 @@ def mapping(slab: Slab) -> HostMapping:
     return HostMemory().map([slab], Access.WRITE)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Checkpoint:
-    return open_checkpoint(write_checkpoint(tmp_path / "m", many(), shards=3))
-
-
 def quantized(source: TensorEntry, part: Slice | None) -> Plan:
     """A plan of one weight that becomes FP8."""
-    (target,) = lay_out([Part("w", source, "F8_E4M3", part)]).targets
-    rows, columns = target.shape
-    shape = (-(-rows // 128), -(-columns // 128))
-    offset = align(target.nbytes)
-    scale = Scale("w_scale_inv", shape, offset, shape[0] * shape[1] * 4)
-    return Plan((replace(target, scale=scale),), align(offset + scale.nbytes))
+    return lay_out([Part("w", source, source.dtype, part, is_quantized=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -110,5 +99,5 @@ def column(row_bytes: int, width: int, rows: int = 64) -> list[tuple[int, int]]:
 
 def test_rows_are_read_whole_where_what_is_skipped_is_small() -> None:
     assert column(8192, 1024) == [(64, 64 * 8192)]
-    assert column(65536, 8192, 128) == [(64, 4 * MIB), (64, 4 * MIB)]
+    assert column(65536, 8192, 512) == [(256, 16 * MIB), (256, 16 * MIB)]
     assert column(128 << 10, 32 << 10) == [(1, 32 << 10)] * 64

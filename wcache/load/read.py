@@ -25,9 +25,7 @@ from wcache.memory.slab import Mapping
 Span = tuple[int, int]
 """Offset and bytes of a storage, as :attr:`Plan.spans` has it."""
 
-# A slot is copied to the GPU in one go, which large ones make better use of. Each reader has two:
-# one is filled while the other drains.
-_SLOT_BYTES = 16 << 20
+# Of each reader for a GPU: one is filled while the other drains.
 _SLOTS = 2
 
 
@@ -37,7 +35,7 @@ def read_plan(
     mapping: Mapping,
     progress: Callable[[int], None],
     *,
-    chunk_bytes: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
     workers: int | None = None,
     shared: bool = False,
     digested: bool = True,
@@ -55,7 +53,6 @@ def read_plan(
     more. No thread is left then, and nothing refers to the mapping.
     """
     on_host = isinstance(mapping, HostMapping)
-    chunk_bytes = chunk_bytes or (CHUNK_BYTES if on_host else _SLOT_BYTES)
     largest = max(DTYPE_BYTES.values())
     if chunk_bytes < largest or chunk_bytes % largest:
         raise ValueError(f"chunks of {chunk_bytes} bytes would cut elements")
@@ -126,8 +123,10 @@ class _Files:
 
         After everything: what was written to while it was read shows now, wherever that was.
         """
+        wanted = {target.source.file for target in self._targets}
         for file in self._checkpoint.files:
-            os.close(open_unchanged(self._checkpoint, file))
+            if file.name in wanted:
+                os.close(open_unchanged(self._checkpoint, file))
 
     def close(self) -> None:
         for file in self._open:

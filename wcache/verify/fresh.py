@@ -87,7 +87,7 @@ class Fresh:
                 def advance(read: int, done: int = done) -> None:
                     progress(done + read)
 
-                read_plan(self.checkpoint, batch, mapping, advance)
+                read_plan(self.checkpoint, batch, mapping, advance, digested=False)
                 done += batch.weight_bytes
                 for name, offset, length in _storages(batch):
                     if name in wanted:

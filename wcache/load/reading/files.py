@@ -20,6 +20,9 @@ DIRECT_ALIGNMENT = 4096
 # statfs(2): ext2 to ext4, XFS, btrfs, F2FS. A list of those where it is known to help: through
 # network file systems, FUSE and what stacks on others, reading past the page cache means a round
 # trip for every call, and takes from other hosts' and ranks' reads what they could share.
+#
+# On a virtual disk, 2 cores: 1.2 GB/s whatever else the machine does, for 0.18 s of CPU a GB. The
+# page cache gave 0.7 to 1.6 for 0.28 to 0.44 s, and an older run 1.4 beside 2.0 past it.
 _LOCAL_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010})
 _STATFS_BYTES = 256  # struct statfs has 120 on 64-bit Linux
 
@@ -107,7 +110,8 @@ class SourceFile:
             # Short at the end of the file only: whole pages until then.
             done = os.preadv(self._direct, [view[:hull]], start - skip)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            # EFAULT: memory of a driver that the kernel does not let a disk write to.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT):
                 raise unreadable(self.path, error) from None
             done = 0
         if done < skip + nbytes:
