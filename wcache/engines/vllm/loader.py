@@ -140,7 +140,17 @@ def _obtain(wanted: Wanted, model_config: Any) -> Attachment | Claim:
 
 
 def _attached(wanted: Wanted) -> Attachment:
-    return attach(rank=wanted.rank.rank, instance=wanted.rank.instance, wanted=wanted.fingerprint)
+    rank = wanted.rank
+    try:
+        return attach(rank=rank.rank, instance=rank.instance, wanted=wanted.fingerprint)
+    except MismatchError as error:
+        if "engine: cached unknown" not in error.message:
+            raise
+        raise MismatchError(
+            f"rank {rank} holds tensors as the checkpoint has them, which vllm fuses and lays out"
+            f" in its own way: {error.message}",
+            hint="wcache up --loader publish has the first engine fill the rank",
+        ) from None
 
 
 class _Load:
