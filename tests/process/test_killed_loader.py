@@ -37,7 +37,7 @@ class Node:
     def checkpoint(self, name: str, fill: float) -> Path:
         tensors = {
             f"layer.{index}.weight": torch.full((4096, 4096), fill + index, dtype=torch.bfloat16)
-            for index in range(8)
+            for index in range(24)
         }
         return write_checkpoint(self.places.root / name, tensors)
 

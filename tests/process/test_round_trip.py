@@ -65,8 +65,9 @@ def waiting(places: Places) -> Places:
 
 
 # The folders are the same for every module, and nothing in them is kept from one to the next.
+@pytest.mark.timeout(400)  # a daemon that stores, publishes and is emptied, for every module
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(built=modules())
 def test_any_module_comes_out_equal(waiting: Places, built: Built) -> None:
