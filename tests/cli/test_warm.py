@@ -17,10 +17,11 @@ from tests.checkpoints import llama_tensors, write_checkpoint
 from tests.cli.node import SMALL, Node, wait_for
 from tests.cli.snapshot import check, environment
 from tests.processes import PATIENCE_S, end
+from wcache.checkpoint import identify, open_checkpoint
 from wcache.commands.warmplan import WarmPlan
 from wcache.config import load_config
 from wcache.control import Control
-from wcache.protocol import Attach, Attached, Switch, Switched
+from wcache.protocol import Attach, Attached, Stage, Staged, Switch, Switched
 from wcache.ranks import ask
 from wcache.wire import close_all
 
@@ -106,6 +107,12 @@ def other(node: Node, seed: int = 1) -> str:
 
 def parts(node: Node, rank: int = 0) -> dict[int, str]:
     return {held.number: held.role for held in node.report(rank).generations}
+
+
+def loads(node: Node, rank: int) -> bool:
+    """The rank's loader is at work on other weights, or done."""
+    found = node.report(rank)
+    return found.progress is not None or found.staged is not None
 
 
 def slabs_of(pid: int) -> int:
@@ -356,7 +363,8 @@ def test_a_killed_warm_is_gone_on_with(node: Node) -> None:
         [sys.executable, "-m", "wcache", "warm", "--quiet", "--model", model],
         env=environment(node.places), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_for(lambda: node.report(1).staging is not None, "the order is given")
+    # Killed any earlier, it would not have had loaders started for its orders.
+    wait_for(lambda: all(loads(node, rank) for rank in (0, 1)), "both ranks load")
     end(process)
     wait_for(lambda: parts(node, 0).get(2) == parts(node, 1).get(2) == "staged", "all is loaded")
     assert digest(node) == before
@@ -468,3 +476,21 @@ def test_up_with_other_weights_names_warm_while_engines_use_the_old(node: Node) 
     assert node("up", "--model", model, *SMALL).code == 0
     assert parts(node) == {2: "serving"}
     assert load_config(node.paths.previous_file).model.path == str(node.model)
+
+
+def test_an_order_that_no_loader_was_started_for_is_told_and_gone_on_with(node: Node) -> None:
+    """As after a warm that was killed right after its orders."""
+    assert node.up().code == 0
+    before, model = digest(node), other(node)
+    wanted = load_config(node.paths.config_file)
+    section = msgspec.structs.replace(wanted.model, path=model, content=_content(model))
+    with Control.connect(node.paths.rank(0), "operator") as control:
+        control.request(Stage(config=msgspec.structs.replace(wanted, model=section)), Staged)
+    told = node("status")
+    assert "other weights are wanted beside these, and no loader is at work" in told.stderr
+    assert node("warm", "--model", model).code == 0
+    assert digest(node) != before
+
+
+def _content(model: str) -> str:
+    return identify(open_checkpoint(Path(model))).digest
