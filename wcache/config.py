@@ -17,7 +17,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MIN_SLAB_BYTES = 2 << 20
 
 Device = Literal["cpu", "cuda"]
-Loader = Literal["safetensors", "publish"]
+Loader = Literal["safetensors", "publish", "vllm"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Quantization = Literal["auto", "fp8"]
 
@@ -38,7 +38,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
     content: str | None = None
     """Digest of the checkpoint when ``up`` was run; a loader that finds another one refuses."""
     loader: Loader = "safetensors"
-    """``publish`` waits for the first engine to publish what it has loaded."""
+    """``publish`` waits for the first engine to publish what it has loaded; ``vllm`` is vLLM's own
+    loader, in a process of its own."""
     dtype: DType = "auto"
     """Floating-point dtype of the weights; ``auto`` keeps the checkpoint's."""
     quantization: Quantization = "auto"
@@ -198,6 +199,8 @@ def _value_problems(config: Config) -> Iterator[str]:
         yield f"model.path: is not an absolute path: {config.model.path}"
     if config.model.loader == "publish" and config.model.quantization != "auto":
         yield 'model.quantization: does not go with loader = "publish": the engine decides on it'
+    if config.model.loader == "vllm" and config.model.quantization != "auto":
+        yield 'model.quantization: does not go with loader = "vllm": it keeps the checkpoint\'s'
     memory = config.memory
     if memory.slab_bytes < MIN_SLAB_BYTES or memory.slab_bytes % MIN_SLAB_BYTES:
         yield f"memory.slab_bytes: is {memory.slab_bytes}, must be a multiple of {MIN_SLAB_BYTES}"

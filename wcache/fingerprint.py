@@ -141,7 +141,9 @@ def wanted_by(config: Config, rank: int) -> Fingerprint:
     return Fingerprint(
         content=config.model.content,
         loader=config.model.loader,
-        dtype=_dtype(config.model),
+        dtype=_dtype(config.model)
+        if config.model.loader == "safetensors"
+        else _engine_dtype(config),
         quantization="fp8" if config.model.quantization == "fp8" else None,
         tp_size=layout.tp,
         tp_rank=place.tp_rank,
@@ -152,6 +154,11 @@ def wanted_by(config: Config, rank: int) -> Fingerprint:
         device=config.memory.device,
         device_uuid=devices[place.local_rank] if devices else None,
     )
+
+
+def _engine_dtype(config: Config) -> str | None:
+    """None where the engine chooses, as ``auto`` has it: it then says what it has chosen."""
+    return None if config.model.dtype == "auto" else config.model.dtype
 
 
 def _dtype(model: ModelSection) -> str:

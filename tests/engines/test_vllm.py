@@ -7,14 +7,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engines.serving import Server, until, wcache
 from tests.places import Places
+from wcache.client import attach
 from wcache.control import Control
 from wcache.errors import NoSuchRankError
+from wcache.manifest import Manifest
 from wcache.paths import RankPaths
 from wcache.protocol import AskReport, Report
 from wcache.state import RankState
@@ -108,6 +111,34 @@ def test_both_give_the_tokens_of_a_start_without_wcache(
     stock: Answers, pair: tuple[Server, Server]
 ) -> None:
     assert [server.answers() for server in pair] == [stock, stock]
+
+
+def test_a_loader_process_without_an_engine_makes_the_same_bytes(
+    rank: Places, pair: tuple[Server, Server], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wcache(rank, "up", "--instance", "alone", "--model", str(model), "--loader", "vllm",
+           "--dtype", "bfloat16", "--device", "cpu")  # fmt: skip
+    for name, value in rank.environment.items():
+        monkeypatch.setenv(name, value)
+    with attach(rank=0) as published, attach(rank=0, instance="alone") as loaded:
+        assert _described(loaded.manifest) == _described(published.manifest)
+        assert loaded.manifest.extras == published.manifest.extras
+        # What an engine wants of either is what the other was found to be.
+        mine, other = loaded.fingerprint, published.fingerprint
+        assert (mine.loader, other.loader) == ("vllm", "publish")
+        alike = {name: getattr(other, name) for name in ("model", "loader")}
+        assert msgspec.structs.replace(mine, **alike) == other
+    wcache(rank, "down", "--instance", "alone")
+
+
+def _described(manifest: Manifest) -> dict[str, tuple[object, ...]]:
+    return {
+        tensor.name: (
+            manifest.storages[tensor.storage].digest, tensor.dtype, tensor.shape, tensor.stride,
+            tensor.kind, tensor.tied_to,
+        )
+        for tensor in manifest.tensors
+    }  # fmt: skip
 
 
 def test_answers_stay_the_same_when_the_daemon_is_killed(

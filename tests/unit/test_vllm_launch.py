@@ -4,12 +4,14 @@ import re
 
 import pytest
 
+from wcache.config import Config, LayoutSection, MemorySection, ModelSection
 from wcache.engines import engine_for
 from wcache.engines.interface import Probe, Wish
 from wcache.engines.orders import Orders
 from wcache.engines.vllm import versions
 from wcache.engines.vllm.launch import Vllm
 from wcache.errors import UsageError, WcacheError
+from wcache.fingerprint import wanted_by
 
 pytestmark = pytest.mark.unit
 
@@ -165,3 +167,32 @@ def test_a_version_out_of_range_is_named(version: str) -> None:
         versions.check(version)
     assert version in raised.value.message
     assert "0.30" in raised.value.message + raised.value.hint
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("auto", None), ("float16", "float16")])
+def test_of_vllms_own_loader_only_a_dtype_that_was_named_is_wanted(
+    dtype: str, wanted: str | None
+) -> None:
+    model = ModelSection(path="/m", loader="vllm", dtype=dtype)  # type: ignore[arg-type]  # a Literal
+    found = wanted_by(Config(model=model), 0)
+    assert (found.loader, found.dtype, found.tp_size) == ("vllm", wanted, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device"),
+    [
+        (LayoutSection(tp=2, ep=2), "cpu"),
+        (LayoutSection(tp=2), "cuda"),
+        (LayoutSection(pp=2), "cuda"),
+    ],
+)
+def test_a_layout_that_no_rank_can_load_alone_is_refused(
+    layout: LayoutSection, device: str
+) -> None:
+    from wcache.engines.vllm.alone import check_layout
+
+    memory = MemorySection(device=device, devices=("GPU-1", "GPU-2"))  # type: ignore[arg-type]  # a Literal
+    config = Config(model=ModelSection(path="/m", loader="vllm"), layout=layout, memory=memory)
+    with pytest.raises(UsageError) as raised:
+        check_layout(config)
+    assert "--loader publish" in raised.value.hint

@@ -67,7 +67,10 @@ def up(
     instance: InstanceOption = "",
     loader: Annotated[
         Loader | None,
-        typer.Option("--loader", help="publish: the first engine hands over what it has loaded."),
+        typer.Option(
+            "--loader",
+            help="publish: the first engine hands over what it has loaded. vllm: its own code.",
+        ),
     ] = None,
     slab_bytes: Annotated[
         str | None,

@@ -162,6 +162,7 @@ def _model(args: Args, resolved: ResolvedModel, identity: Identity) -> ModelSect
         hub_id=resolved.hub_id,
         revision=resolved.revision,
         content=identity.digest,
+        loader=args.loader or "safetensors",
         dtype=args.dtype or "auto",
         quantization=args.quantization or "auto",
     )

@@ -68,7 +68,12 @@ def run(rank_id: RankId) -> None:
             if order is None:
                 return
             with failure_told(control):
-                load(control, order, rank_id)
+                if order.config.model.loader == "vllm":
+                    from wcache.engines.vllm.alone import load as load_with_vllm
+
+                    load_with_vllm(control, order, rank_id)
+                else:
+                    load(control, order, rank_id)
         except (ConnectionError, TimeoutError) as error:
             raise TryAgainError(
                 f"the daemon of rank {rank_id} went away during the load: {error}",

@@ -15,19 +15,10 @@ from wcache.fingerprint import Fingerprint, digest_of
 from wcache.hub import resolve_model
 from wcache.load.harvest import as_table
 from wcache.paths import RankId
+from wcache.switches import set_here
 
 ENGINE = "vllm"
 
-# What changes the bytes or the shapes of finished weights beside what the model's configuration
-# says. Of a variable that this version of vLLM does not know nothing is asked.
-_VARIABLES = (
-    "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0",
-    "VLLM_TEST_FORCE_FP8_MARLIN", "VLLM_USE_FLASHINFER_MOE_FP16",
-    "VLLM_USE_FLASHINFER_MOE_FP8", "VLLM_FLASHINFER_MOE_BACKEND", "VLLM_BATCH_INVARIANT",
-    "VLLM_ROCM_USE_AITER", "VLLM_ROCM_MOE_PADDING", "VLLM_ROCM_FP8_PADDING",
-    "VLLM_XPU_FORCE_N_CONTIG_WEIGHT",
-)  # fmt: skip
-_KERNELS = ("linear_backend", "moe_backend")
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 
 
@@ -148,18 +139,23 @@ def _check_method(quant_config: Any, of_checkpoint: str, source: str) -> None:
 
 
 def _switches(vllm_config: Any, device: torch.device) -> dict[str, str]:
-    import vllm.envs as variables
-
-    model, kernels = vllm_config.model_config, getattr(vllm_config, "kernel_config", None)
-    found = {name: str(getattr(variables, name)) for name in _VARIABLES if hasattr(variables, name)}
-    found |= {name: str(getattr(kernels, name)) for name in _KERNELS if hasattr(kernels, name)}
-    found["model_impl"] = str(getattr(model.model_impl, "value", model.model_impl))
-    found["convert_type"] = str(model.convert_type)
-    overrides = model.hf_overrides
-    found["hf_overrides"] = digest_of(overrides) if isinstance(overrides, dict) else repr(overrides)
-    if device.type == "cpu":
-        found["cpu_gemm"] = "unpacked"
-    return found
+    """The environment's, and what vLLM was told or has chosen, under the names of its options."""
+    model, overrides = vllm_config.model_config, vllm_config.model_config.hf_overrides
+    kernels = getattr(vllm_config, "kernel_config", None)
+    attention = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    settings = {
+        "--linear-backend": getattr(kernels, "linear_backend", None),
+        "--moe-backend": getattr(kernels, "moe_backend", None),
+        "--attention-backend": getattr(attention, "name", attention),
+        "--kv-cache-dtype": vllm_config.cache_config.cache_dtype,
+        "--model-impl": getattr(model.model_impl, "value", model.model_impl),
+        "--convert": model.convert_type,
+        "--hf-overrides": digest_of(overrides) if isinstance(overrides, dict) else repr(overrides),
+        "cpu-gemm": "unpacked" if device.type == "cpu" else None,
+    }
+    if overrides == {}:
+        del settings["--hf-overrides"]
+    return set_here(ENGINE, settings)
 
 
 def _bytes_in(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
