@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from wcache.commands.options import InstanceOption, JsonOption, QuietOption
+from wcache.commands.options import (
+    DpOption,
+    InstanceOption,
+    JsonOption,
+    NnodesOption,
+    PpOption,
+    QuietOption,
+    RevisionOption,
+    TpOption,
+)
 from wcache.config import Device, DType, Quantization
 from wcache.errors import ExitCode, UsageError
 from wcache.output import Output
@@ -21,21 +30,13 @@ def fingerprint(
             metavar="MODEL", help="Checkpoint folder, hub id, or a file fingerprint.json."
         ),
     ],
-    tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel size. [default: 1]")
-    ] = None,
-    pp: Annotated[
-        int | None, typer.Option("--pp", metavar="N", help="Pipeline-parallel size. [default: 1]")
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option("--dp", metavar="N", help="Data-parallel size. [default: 1]")
-    ] = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    dp: DpOption = None,
     ep: Annotated[
         int | None, typer.Option("--ep", metavar="N", help="Expert-parallel size. [default: 1]")
     ] = None,
-    nnodes: Annotated[
-        int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes. [default: 1]")
-    ] = None,
+    nnodes: NnodesOption = None,
     node_rank: Annotated[
         int | None, typer.Option("--node-rank", metavar="N", help="Which node. [default: 0]")
     ] = None,
@@ -43,10 +44,7 @@ def fingerprint(
     quantization: Annotated[
         Quantization | None, typer.Option("--quantization", help="As in wcache up.")
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the hub."),
-    ] = None,
+    revision: RevisionOption = None,
     device: Annotated[
         Device | None, typer.Option("--device", help="Where weights would be kept.")
     ] = None,

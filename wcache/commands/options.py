@@ -21,6 +21,22 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout."
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Say nothing but results, warnings and errors.")
 ]
+TpOption = Annotated[
+    int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel size. [default: 1]")
+]
+PpOption = Annotated[
+    int | None, typer.Option("--pp", metavar="N", help="Pipeline-parallel size. [default: 1]")
+]
+DpOption = Annotated[
+    int | None, typer.Option("--dp", metavar="N", help="Data-parallel size. [default: 1]")
+]
+NnodesOption = Annotated[
+    int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes. [default: 1]")
+]
+RevisionOption = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the hub."),
+]
 
 _SIZE = re.compile(r"([1-9][0-9]{0,15})(|KiB|MiB|GiB|TiB)")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

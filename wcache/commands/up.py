@@ -5,7 +5,16 @@ from typing import Annotated
 import typer
 
 from wcache.commands.lock import hold
-from wcache.commands.options import InstanceOption, QuietOption, parse_size
+from wcache.commands.options import (
+    DpOption,
+    InstanceOption,
+    NnodesOption,
+    PpOption,
+    QuietOption,
+    RevisionOption,
+    TpOption,
+    parse_size,
+)
 from wcache.commands.overview import collect, problem_lines, tables
 from wcache.config import Device, DType, Loader, Quantization
 from wcache.errors import ExitCode, NotReadyError
@@ -20,24 +29,16 @@ def up(
         str | None,
         typer.Option("--model", metavar="PATH|HUB_ID", help="Checkpoint folder or hub id."),
     ] = None,
-    tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel size. [default: 1]")
-    ] = None,
-    pp: Annotated[
-        int | None, typer.Option("--pp", metavar="N", help="Pipeline-parallel size. [default: 1]")
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option("--dp", metavar="N", help="Data-parallel size. [default: 1]")
-    ] = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    dp: DpOption = None,
     ep: Annotated[
         int | None,
         typer.Option(
             "--ep", metavar="N", help="Expert-parallel size, divides tp * dp. [default: 1]"
         ),
     ] = None,
-    nnodes: Annotated[
-        int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes. [default: 1]")
-    ] = None,
+    nnodes: NnodesOption = None,
     node_rank: Annotated[
         int | None,
         typer.Option("--node-rank", metavar="N", help="Which node this is. [default: 0]"),
@@ -54,10 +55,7 @@ def up(
             " checkpoint's.",
         ),
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the hub."),
-    ] = None,
+    revision: RevisionOption = None,
     device: Annotated[
         Device | None,
         typer.Option(

@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wcache.commands.lock import hold
-from wcache.commands.options import InstanceOption, JsonOption, QuietOption, RankArguments
+from wcache.commands.options import (
+    InstanceOption,
+    JsonOption,
+    QuietOption,
+    RankArguments,
+    RevisionOption,
+)
 from wcache.commands.overview import collect, tables
 from wcache.config import DType, Quantization
 from wcache.errors import ExitCode, UsageError, WcacheError
@@ -25,10 +31,7 @@ def warm(
         str | None,
         typer.Option("--model", metavar="PATH|HUB_ID", help="Other weights, in the same layout."),
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option("--revision", metavar="REV", help="Branch, tag or commit on the hub."),
-    ] = None,
+    revision: RevisionOption = None,
     dtype: Annotated[
         DType | None, typer.Option("--dtype", help="Of floating-point weights. [default: as it is]")
     ] = None,

@@ -29,14 +29,12 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-def is_taken(probe: Probe) -> bool:
-    """True when somebody listens there already: that one would be taken for the engine."""
-    return _connects(probe)
-
-
 def check_is_free(probe: Probe) -> None:
-    """Raises :class:`WcacheError` when the engine's port is in use."""
-    if is_taken(probe):
+    """Raises :class:`WcacheError` when the engine's port is in use.
+
+    Whoever listens there would be taken for the engine.
+    """
+    if _connects(probe):
         raise WcacheError(
             f"port {probe.port} is in use already",
             hint="stop what listens there (ss -ltnp shows it), or give the engine another --port",
