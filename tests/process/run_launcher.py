@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).parent / "fake_engine.py"
 
 class FakeEngine:
     name = "fake"
+    runs_ranks_in_order = False
     marks = (
         Mark("imports", re.compile("imports are done")),
         Mark("capture", re.compile("capture took")),

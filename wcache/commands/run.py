@@ -1,6 +1,7 @@
 """``wcache run``: an engine on cached weights, watched until it really serves."""
 
 import os
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -114,6 +115,9 @@ def _run(
         from wcache.commands.bring_up import bring_up
 
         bring_up(engine, engine.wish(command), paths, out)
+    if mode is not Mode.OFF and engine is not None and engine.runs_ranks_in_order:
+        gpus = _gpus_shown(paths, out, strict=strict)
+        launch = replace(launch, environment={**launch.environment, **gpus})
     plan = Plan(
         engine=engine,
         command=tuple(command),
@@ -125,6 +129,29 @@ def _run(
     )
     scribe = Scribe(paths.runs_folder, out, shows_table=timeline or not out.quiet)
     return run_engine(plan, notifier, Listeners(ready=scribe.ready, ended=scribe.ended))
+
+
+def _gpus_shown(paths: InstancePaths, out: Output, *, strict: bool) -> dict[str, str]:
+    """Variables that have an engine's ranks run on the GPUs that hold their weights."""
+    from wcache.ranks import read_config
+
+    config = read_config(paths)
+    if config is None or not config.memory.devices:
+        return {}
+    from wcache.devices import gpus
+    from wcache.run.gpus import shown
+
+    try:
+        added = shown(config.memory.devices[: config.ranks.ranks_per_node], gpus())
+    except UsageError as error:
+        if strict:
+            raise
+        out.warn(f"{error.message} ({error.hint})")
+        return {}
+    if added:
+        told = " ".join(f"{name}={value}" for name, value in added.items())
+        out.say(f"{told} is set: there the ranks' weights are")
+    return added
 
 
 class Scribe:

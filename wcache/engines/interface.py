@@ -75,6 +75,10 @@ class Engine(Protocol):
     def marks(self) -> Sequence[Mark]:
         """What its log says of its start; empty when its output is not to be read."""
 
+    @property
+    def runs_ranks_in_order(self) -> bool:
+        """Whether rank n runs on the nth GPU that it sees, wherever that rank's weights are."""
+
     def loader(self, wish: Wish) -> Loader:
         """The loader by which ``wcache run --mode daemon`` has the ranks filled."""
 

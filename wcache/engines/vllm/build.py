@@ -53,6 +53,7 @@ def build(
         clock.end("bind")
         with weights_already_processed():
             process_weights_after_loading(model, model_config, device)
+        _offer_warm_up(model)
         restore(model, attachment.manifest.extras)
         clock.end("process")
     _check_is_whole(model)
@@ -96,6 +97,19 @@ def _make_room(model: torch.nn.Module, attachment: Attachment) -> None:
             continue  # something else has the name: bind refuses it
         content = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
         slot.owner.register_parameter(slot.leaf, torch.nn.Parameter(content, requires_grad=False))
+
+
+def _offer_warm_up(model: torch.nn.Module) -> None:
+    """Sets what post-processing sets beside the weights, and skips for those that are finished.
+
+    vLLM compiles DeepGEMM's kernels ahead for the layers that name their kernel so; without it the
+    first requests would wait for the compiler.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
+        if hasattr(kernel, "get_deep_gemm_warmup_weights") and not getattr(module, "is_bmm", False):
+            loose: Any = module
+            loose.deep_gemm_warmup_provider = kernel
 
 
 def _check_is_whole(model: torch.nn.Module) -> None:

@@ -47,6 +47,7 @@ class Vllm:
 
     name = NAME
     marks: Sequence[Mark] = _MARKS
+    runs_ranks_in_order = True
 
     def loader(self, wish: Wish) -> Loader:
         """The first engine fills its ranks: only it knows how it fuses and lays out weights."""

@@ -1,0 +1,60 @@
+"""wcache run shows an engine the GPUs in the order in which they hold its ranks."""
+
+import pytest
+
+from wcache.devices import Gpu
+from wcache.errors import UsageError
+from wcache.run.gpus import shown
+
+pytestmark = pytest.mark.unit
+
+GPUS = tuple(
+    Gpu(index=n, uuid=f"GPU-{letter}", name="H200", total_bytes=1, free_bytes=1, persistence=True)
+    for n, letter in enumerate("abcd")
+)
+
+
+def test_nothing_is_added_where_ranks_meet_their_weights() -> None:
+    assert shown(["GPU-a", "GPU-b"], GPUS, {}) == {}
+    assert shown(["GPU-c", "GPU-b"], GPUS, {"CUDA_VISIBLE_DEVICES": "2,1,0"}) == {}
+    assert shown(["GPU-b"], GPUS, {"CUDA_VISIBLE_DEVICES": "GPU-b"}) == {}
+
+
+def test_an_instance_without_gpus_changes_nothing() -> None:
+    assert shown([], GPUS, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("holders", "wanted"), [(["GPU-b", "GPU-a"], "1,0"), (["GPU-c", "GPU-d"], "2,3")]
+)
+def test_other_gpus_or_another_order_are_set(holders: list[str], wanted: str) -> None:
+    added = {"CUDA_VISIBLE_DEVICES": wanted, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+    assert shown(holders, GPUS, {}) == added
+    assert shown(holders, GPUS, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}) == added
+    assert shown(holders, GPUS, added) == {}
+
+
+def test_the_operators_choice_is_not_overridden_but_named() -> None:
+    with pytest.raises(UsageError) as raised:
+        shown(["GPU-b", "GPU-a"], GPUS, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+    assert raised.value.message == (
+        "CUDA_VISIBLE_DEVICES=0,1 gives the engine's rank 0 GPU-a, and its weights are on GPU-b"
+    )
+    assert "CUDA_VISIBLE_DEVICES=1,0" in (raised.value.hint or "")
+
+
+def test_too_few_gpus_are_named() -> None:
+    with pytest.raises(UsageError, match="rank 1 no GPU, and its weights are on GPU-b"):
+        shown(["GPU-a", "GPU-b"], GPUS, {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_another_order_of_devices_is_the_operators_choice() -> None:
+    environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    with pytest.raises(UsageError, match="CUDA_DEVICE_ORDER=FASTEST_FIRST gives"):
+        shown(["GPU-b", "GPU-a"], GPUS, environment)
+
+
+def test_a_gpu_that_is_gone_is_left_to_the_engine() -> None:
+    assert shown(["GPU-z"], GPUS, {}) == {}
