@@ -26,8 +26,8 @@ def notify(text: str | bytes, fds: list[int] | None = None) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
         try:
             out.sendmsg([data], rights, 0, os.environ["NOTIFY_SOCKET"])
-        except ConnectionError:
-            return
+        except (ConnectionError, FileNotFoundError):
+            return  # between two supervisors nobody listens, or the socket is not there
 
 
 def adopted() -> dict[str, int]:
