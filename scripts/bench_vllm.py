@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import vllm_starts
@@ -49,6 +50,7 @@ def measure(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     for how in modes:
         starts.start("wcache, attaches to --loader vllm", model, "wcache", how)
     wcache("down", "--force")
+    two_cold(starts, model, modes[0])
     after = gpu_memory()["used_mib"][0]
     starts.expect(after <= before + 64, f"the GPU's memory is back: {before} to {after} MiB")
 
@@ -91,6 +93,21 @@ def two_engines(starts: Starts, model: Path, how: str) -> None:
                 [answer(process, [])["tokens"] for process in (one, two)] == long,
                 "both give the same again afterwards",
             )
+
+
+def two_cold(starts: Starts, model: Path, how: str) -> None:
+    """Two that start at once on an empty rank: one publishes, the other waits and attaches."""
+    up(model, "publish")
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(
+            pool.map(
+                lambda name: starts.start(f"wcache, {name} of two at once", model, "wcache", how),
+                ("one", "other"),
+            )
+        )
+    outcomes = sorted(outcome for row in rows for outcome in row["outcomes"])
+    starts.expect(outcomes == ["hit", "published"], f"of two at once: {outcomes}")
+    wcache("down", "--force")
 
 
 def main(given: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ by :class:`Starts` alone.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -79,6 +80,7 @@ class Starts:
         self.tp = tp
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
+        self._numbers = itertools.count()
         self._tokens: dict[Path, list[int]] = {}
 
     def tokens(self, model: Path) -> list[int]:
@@ -137,7 +139,7 @@ class Starts:
     def _begun(
         self, model: Path, load_format: str, how: str, environment: Mapping[str, str]
     ) -> tuple[Path, Path, "subprocess.Popen[str]"]:
-        number = len(list(self.work.glob("*.log")))
+        number = next(self._numbers)
         events, log = self.work / f"events{number}", self.work / f"{number:02d}.log"
         events.touch(mode=0o600)
         told = {
@@ -190,9 +192,11 @@ class Starts:
             end(process, signal.SIGTERM)
 
     def show(self) -> None:
-        columns = ("total", "imports", "LLM()", "model loading", "wcache map", "wcache build",
-                   "wcache bind", "wcache process", "wcache attach", "wcache publish",
-                   "engine init", "compile", "capture")  # fmt: skip
+        columns = (
+            "total", "imports", "LLM()", "model loading", "wcache fetch", "wcache map",
+            "wcache build", "wcache bind", "wcache process", "wcache attach", "wcache publish",
+            "engine init", "compile", "capture",
+        )  # fmt: skip
         print("| start | model | mode | " + " | ".join(columns) + " | GPUs MiB | processes |")
         print("|---" * (len(columns) + 5) + "|")
         for row in self.rows:

@@ -104,7 +104,14 @@ def test_the_start_is_told_in_phases(pair: tuple[Server, Server]) -> None:
     assert phases == [
         "imports", "distributed", "weights", "profile", "init", "server", "port", "first token"
     ]  # fmt: skip
-    assert [step.name for step in hit.steps] == ["map", "build", "bind", "process", "attach"]
+    assert [step.name for step in hit.steps] == [
+        "fetch",
+        "map",
+        "build",
+        "bind",
+        "process",
+        "attach",
+    ]
 
 
 def test_both_give_the_tokens_of_a_start_without_wcache(

@@ -175,6 +175,24 @@ def test_converted_weights_are_what_a_fresh_load_converts(node: Node) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["on load", "on disk"])
+def test_fp8_weights_compute_what_transformers_makes_of_them(node: Node, on_disk: bool) -> None:
+    pytest.importorskip("accelerate")  # transformers loads FP8 checkpoints with it
+    quantization = () if on_disk else ("--quantization", "fp8")
+    node.up(write_qwen3(node.places.root / "model", fp8=on_disk), *quantization)
+    found = one(node.verify("parity"), "logits")
+    assert found.result == "ok"
+    assert "with FP8 multiplied out, are those of" in found.detail
+
+    def change(manifest: Manifest, content: torch.Tensor) -> list[str]:
+        name = "model.layers.1.mlp.down_proj.weight_scale_inv"
+        damage.storage(manifest, content, name)[3] ^= 0x40  # an exponent
+        return [name]
+
+    publish_damaged(node.paths, change)
+    assert one(node.verify("parity"), "logits").result == "bad"
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["on load", "on disk"])
 def test_fp8_weights_and_their_scales_are_compared_and_mended(node: Node, on_disk: bool) -> None:
     quantization = () if on_disk else ("--quantization", "fp8")
     node.up(write_qwen3(node.places.root / "model", fp8=on_disk), "--tp", "2", *quantization)

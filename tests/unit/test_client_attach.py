@@ -118,6 +118,12 @@ def test_rank_and_instance_come_from_the_environment(
         attach()
 
 
+def test_what_attaching_took_is_told_by_step(odd: Odd) -> None:
+    with attach() as attachment:
+        assert list(attachment.seconds) == ["fetch", "map"]
+        assert all(seconds > 0 for seconds in attachment.seconds.values())
+
+
 def test_store_into_the_map_ends_only_the_process_that_did_it(odd: Odd) -> None:
     with attach() as attachment:
         child = os.fork()

@@ -39,6 +39,8 @@ class Attachment:
         self.rank_id = rank_id
         self.generation = generation
         self.manifest = manifest
+        self.seconds: Mapping[str, float] = {}
+        """What attaching took: ``fetch``, from the call to the descriptors, and ``map``."""
         self._range = range(mapping.address, mapping.address + mapping.nbytes)
         whole = mapping.tensor()
         self.device: torch.device = whole.device

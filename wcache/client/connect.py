@@ -83,11 +83,15 @@ def _rank_id(rank: int | None, instance: str | None) -> RankId:
 def _attach(
     paths: RankPaths, wanted: Fingerprint | None, timeout_s: float, access: Access
 ) -> Attachment:
+    begun = time.perf_counter()
     control = Control.connect(paths, "client", timeout_s=timeout_s)
     try:
         attached, fds = _ask(control, paths.id, wanted)
+        fetched = time.perf_counter()
         with collector_paused():
-            return _mapped(paths, control, attached, fds, wanted, access)
+            attachment = _mapped(paths, control, attached, fds, wanted, access)
+        attachment.seconds = {"fetch": fetched - begun, "map": time.perf_counter() - fetched}
+        return attachment
     except BaseException:
         control.close()
         raise

@@ -1,18 +1,22 @@
 """The check of what a model computes: logits of the cached weights against a fresh model's."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wcache import devices
+from wcache import devices, gate
+from wcache.checkpoint import open_checkpoint
 from wcache.errors import WcacheError
 from wcache.fingerprint import Fingerprint
+from wcache.fp8 import WEIGHT_DTYPE
 from wcache.manifest import Manifest
 from wcache.memory.available import available_bytes
 from wcache.paths import RankId
 from wcache.units import size
+from wcache.verify.fp8_logits import from_fp8_checkpoint, multiply_out, round_as_fp8
 from wcache.verify.held import gpu_room
 from wcache.verify.result import Outcome, Progress, Result
 
@@ -42,10 +46,11 @@ def logits(rank_id: RankId, manifest: Manifest, folder: Path | None, progress: P
     try:
         with _silent(), gpu_room():
             cached, kind = _of_cache(rank_id, manifest, folder)
-            fresh = _of_disk(kind, folder)
+            fresh = _of_disk(kind, folder, gate.check(open_checkpoint(folder)).method)
     except WcacheError as error:
         return _result(rank_id, "skipped", f"transformers can not run this model: {error.message}")
-    tokens = f"logits of {len(PROMPT)} fixed tokens"
+    multiplied = ", with FP8 multiplied out," if kind.fp8_weights else ""
+    tokens = f"logits of {len(PROMPT)} fixed tokens{multiplied}"
     beside = f"a fresh model of transformers {transformers.__version__}"
     if _bits_equal(cached, fresh):
         return _result(rank_id, "ok", f"{tokens} are those of {beside}, bit for bit")
@@ -58,8 +63,11 @@ def logits(rank_id: RankId, manifest: Manifest, folder: Path | None, progress: P
 class _Kind:
     """What a fresh model has to be to be compared with the cached one."""
 
-    def __init__(self, model: "transformers.PreTrainedModel") -> None:
+    def __init__(
+        self, model: "transformers.PreTrainedModel", fp8_weights: Sequence[str] = ()
+    ) -> None:
         self.type = type(model)
+        self.fp8_weights = fp8_weights
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
 
@@ -74,17 +82,25 @@ def _of_cache(rank_id: RankId, manifest: Manifest, folder: Path) -> "tuple[torch
         model = model_of(attachment, folder, attn_implementation="eager")
         if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
             raise WcacheError(f"{type(model).__name__} does not go from tokens to logits")
+        multiplied_out = multiply_out(model)
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if len(kinds) > 1:
             raise WcacheError("its weights are of several dtypes, which it would make one")
-        return _run(model), _Kind(model)
+        return _run(model), _Kind(model, multiplied_out)
 
 
-def _of_disk(kind: _Kind, folder: Path) -> "torch.Tensor":
-    model: Any = kind.type.from_pretrained(  # what transformers types only in part
-        folder, dtype=kind.dtype, attn_implementation="eager", local_files_only=True,
-        trust_remote_code=False, use_safetensors=True,
-    )  # fmt: skip
+def _of_disk(kind: _Kind, folder: Path, method: str) -> "torch.Tensor":
+    """``method`` is the checkpoint's own quantization."""
+    options: dict[str, Any] = {
+        "dtype": kind.dtype, "attn_implementation": "eager", "local_files_only": True,
+        "trust_remote_code": False, "use_safetensors": True,
+    }  # fmt: skip
+    model: Any  # what transformers types only in part
+    if method == "fp8":
+        model = from_fp8_checkpoint(kind.type, folder, **options)
+    else:
+        model = kind.type.from_pretrained(folder, **options)
+        round_as_fp8(model, kind.fp8_weights)
     model.eval()
     return _run(model.to(kind.device))
 
@@ -118,11 +134,7 @@ def _why_not(manifest: Manifest, folder: Path | None) -> str:
         return "transformers is not installed (pip install 'wcache[transformers]')"
     if folder is None or not folder.is_dir():
         return "there is no checkpoint on disk to make a model of"
-    if any(tensor.dtype.startswith("F8") for tensor in manifest.tensors):
-        return (
-            "the weights are FP8, of which no fresh model of transformers is made to compare with"
-        )
-    needed = int(manifest.weight_bytes * _SPARE)
+    needed = int(_multiplied_out_bytes(manifest) * _SPARE)
     free = available_bytes()
     if (uuid := manifest.slabs[0].device_uuid) is not None:
         # The fresh model comes into host memory first.
@@ -130,6 +142,12 @@ def _why_not(manifest: Manifest, folder: Path | None) -> str:
     if needed > free:
         return f"a second copy of the model takes {size(needed)}, {size(free)} is free"
     return ""
+
+
+def _multiplied_out_bytes(manifest: Manifest) -> int:
+    """What the weights take when two bytes stand for each of FP8."""
+    fp8 = sum(prod(t.shape) for t in manifest.tensors if t.dtype == WEIGHT_DTYPE)
+    return manifest.weight_bytes + fp8
 
 
 def _shard(fingerprint: Fingerprint) -> str:

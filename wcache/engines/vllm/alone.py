@@ -71,11 +71,6 @@ def check_layout(config: Config) -> None:
     layout = config.layout
     if layout.ep > 1:
         raise UsageError("vllm's experts can not be loaded by one rank alone", hint=_PUBLISH)
-    if layout.tp * layout.pp > 1 and config.memory.device == "cuda":
-        raise UsageError(
-            f"vllm can not load one of {layout.tp * layout.pp} ranks alone on a GPU yet",
-            hint=_PUBLISH,
-        )
 
 
 def _prepare_environment() -> None:
@@ -123,7 +118,9 @@ def _join_group(
     else:
         backend = "nccl" if device.type == "cuda" else "gloo"
     with set_current_vllm_config(engine_config):
-        state.init_distributed_environment(size, own, method, local_rank=0, backend=backend)
+        # On a GPU vLLM takes the local rank for the number of the device.
+        local_rank = device.index or 0
+        state.init_distributed_environment(size, own, method, local_rank, backend=backend)
         state.initialize_model_parallel(config.layout.tp, config.layout.pp)
 
 

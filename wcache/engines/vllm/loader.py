@@ -94,7 +94,6 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
             return load.from_disk(error, wanted)
         if isinstance(found, Claim):
             return load.publishing(found, wanted)
-        load.told("map", time.perf_counter() - begun)
         return load.attached(found, wanted, begun)
 
 
@@ -173,6 +172,8 @@ class _Load:
         report(self._orders, "outcome", rank=self._rank.rank, outcome=outcome, reason=reason)
 
     def attached(self, attachment: Attachment, wanted: Wanted, begun: float) -> torch.nn.Module:
+        for step, seconds in attachment.seconds.items():
+            self.told(step, seconds)
         try:
             model = build(attachment, **self._arguments, device=wanted.device, told=self.told)
         except BaseException:
