@@ -184,7 +184,7 @@ class Node:
         finally:
             vllm_starts.end(process, signal.SIGTERM)
         own = re.findall(
-            r"^(?:PHASE|imports|distributed|weights|  |profile|init|server|port|first token|hit|"
+            r"^(?:PHASE|imports|distributed|weights|- |profile|init|server|port|first token|hit|"
             r"CUDA_VIS|wcache|warning|error).*$", log.read_text(), re.MULTILINE,
         )  # fmt: skip
         print("\n".join(["  wcache run -- vllm serve:", *own]), flush=True)

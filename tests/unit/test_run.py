@@ -73,7 +73,7 @@ def test_the_table_shows_the_slowest_rank_of_each_step() -> None:
     told = steps([event("map", seconds=0.1, rank=0), event("map", seconds=0.2, rank=1)])
     lines = table(record(phases=line.phases(), steps=told)).lines()
     assert lines[1].split() == ["weights", "3.000", "s", "3.000", "s", "event"]
-    assert lines[2].split() == ["map", "0.200", "s", "-", "event"]
+    assert lines[2].split() == ["-", "map", "0.200", "s", "-", "event"]
 
 
 def test_one_rank_that_read_the_disk_makes_a_miss() -> None:

@@ -142,7 +142,7 @@ def table(record: Record) -> Table:
         shown.add(phase.name, _seconds(phase.seconds), _seconds(phase.end_s), phase.source)
         if phase.name == "weights":
             for name, seconds in _slowest(record.steps):
-                shown.add(f"  {name}", _seconds(seconds), None, "event")
+                shown.add(f"- {name}", _seconds(seconds), None, "event")
     return shown
 
 
