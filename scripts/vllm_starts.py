@@ -116,8 +116,8 @@ class Starts:
         events, log, process = self._begun(model, load_format, how, environment)
         lines: list[str] = []
         try:
-            told = answer(process, lines)
-            row: dict[str, Any] = {"start": name, "model": model.name, "mode": how, **told}
+            first = answer(process, lines)
+            row: dict[str, Any] = {"start": name, "model": model.name, "mode": how, **first}
             text = "\n".join(lines) + log.read_text(errors="replace")
             for key, pattern in LOG_LINES.items():
                 if found := re.findall(pattern, text):
@@ -126,12 +126,14 @@ class Starts:
             row["gpu"] = gpu_memory()
             self.rows.append(row)
             self.expect(
-                told["tokens"] == self._tokens.setdefault(model, told["tokens"]),
-                f"{name} ({how}): {told['total']:.1f} s, the same tokens; {row.get('reason', '')}",
+                first["tokens"] == self._tokens.setdefault(model, first["tokens"]),
+                f"{name} ({how}): {first['total']:.1f} s, the same tokens; {row.get('reason', '')}",
             )
             yield process
         except AssertionError:
-            sys.stderr.write("\n".join(lines[-20:]) + log.read_text(errors="replace")[-6000:])
+            # The first process that fails says why; what others say of it comes after that.
+            told = [line for line in lines if "ERROR" in line or "wcache" in line]
+            sys.stderr.write("\n".join(told[:40]) + log.read_text(errors="replace")[-3000:])
             raise
         finally:
             end(process)

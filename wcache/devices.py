@@ -11,6 +11,9 @@ from wcache.errors import WcacheError
 CONTEXT_BYTES = 640 << 20
 """What a CUDA context takes of a GPU's memory in each process (measured, 615 MiB on an H200)."""
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs a process sees, and in which order."""
+
 ComputeMode = Literal["default", "exclusive", "prohibited"]
 
 
@@ -72,7 +75,7 @@ def processes(uuid: str) -> tuple[int, ...]:
 
 def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all where it is not set."""
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    value = os.environ.get(VISIBLE)
     return gpus() if value is None else select(gpus(), value)
 
 

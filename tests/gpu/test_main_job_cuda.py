@@ -14,7 +14,7 @@ from tests.checkpoints import write_llama
 from tests.cli.snapshot import Done, environment, wcache
 from tests.places import Places
 from tests.processes import wait_for
-from wcache.devices import gpus, processes
+from wcache.devices import processes, visible_gpus
 from wcache.memory import driver
 from wcache.protocol import Report
 from wcache.ranks import ask
@@ -49,7 +49,7 @@ class Gpu:
         self.model: Path = write_llama(places.root / "model")
         self.before = used()
         # The suite's environment shows no GPU to anybody; by UUID, as an operator would choose.
-        self.visible = {"CUDA_VISIBLE_DEVICES": gpus()[0].uuid}
+        self.visible = {"CUDA_VISIBLE_DEVICES": visible_gpus()[0].uuid}
 
     def __call__(self, *arguments: str) -> Done:
         return wcache(self.places, *arguments, extra=self.visible)
@@ -71,7 +71,7 @@ class Gpu:
 
 
 def used() -> int:
-    first = gpus()[0]
+    first = visible_gpus()[0]
     return first.total_bytes - first.free_bytes
 
 
@@ -86,7 +86,7 @@ def test_weights_survive_on_the_gpu_and_are_freed_by_down(gpu: Gpu) -> None:
     gpu.up()
     first = gpu.report()
     assert first.serving is not None
-    assert first.serving.fingerprint.device_uuid == gpus()[0].uuid
+    assert first.serving.fingerprint.device_uuid == visible_gpus()[0].uuid
     engine = gpu.python(_ENGINE)
     try:
         before = said(engine)
@@ -106,7 +106,7 @@ def test_weights_survive_on_the_gpu_and_are_freed_by_down(gpu: Gpu) -> None:
         engine.communicate()
     assert gpu("verify").code == 0
     # Held by descriptors, and so by nobody whom the driver could name.
-    uuid = gpus()[0].uuid
+    uuid = visible_gpus()[0].uuid
     wait_for(lambda: not processes(uuid), "engine and verify are gone")
     assert used() > gpu.before
     assert gpu("down").code == 0

@@ -11,7 +11,7 @@ from tests.checkpoints import write_llama, write_qwen3
 from tests.cli.snapshot import Done, wcache
 from tests.damage import Damage
 from tests.places import Places
-from wcache.devices import CONTEXT_BYTES, gpus
+from wcache.devices import CONTEXT_BYTES, visible_gpus
 from wcache.errors import ExitCode
 from wcache.memory import driver
 from wcache.memory.slab import Access, Slab
@@ -30,7 +30,7 @@ class Gpu:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.model: Path = write_llama(places.root / "model")
-        self.visible = {"CUDA_VISIBLE_DEVICES": gpus()[0].uuid}
+        self.visible = {"CUDA_VISIBLE_DEVICES": visible_gpus()[0].uuid}
 
     def __call__(self, *arguments: str) -> Done:
         return wcache(self.places, *arguments, extra=self.visible)
@@ -98,7 +98,7 @@ def test_fp8_made_on_the_gpu_is_what_the_host_makes(places: Places) -> None:
 
 def test_a_gpu_without_room_for_a_context_is_told_with_numbers(gpu: Gpu) -> None:
     torch.zeros(1, device="cuda")
-    room = gpus()[0].free_bytes - CONTEXT_BYTES // 2
+    room = visible_gpus()[0].free_bytes - CONTEXT_BYTES // 2
     filled = torch.empty(room, dtype=torch.uint8, device="cuda")
     try:
         done = gpu("verify")

@@ -1,5 +1,6 @@
 """From the options of ``up`` to the configuration that it writes."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from wcache.config import (
     Quantization,
     check_config,
 )
-from wcache.devices import Gpu
+from wcache.devices import VISIBLE, Gpu
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.hub import ResolvedModel, resolve_model
 from wcache.layout import Layout
@@ -169,8 +170,13 @@ def _model(args: Args, resolved: ResolvedModel, identity: Identity) -> ModelSect
 
 
 def _gpus(before: MemorySection, ranks: int, visible: Sequence[Gpu]) -> tuple[str, ...]:
-    """UUIDs by local rank: those of before where they still do, so that weights need not move."""
+    """UUIDs by local rank: those of before where they still do, so that weights need not move.
+
+    An operator who shows the same GPUs in another order has said which rank belongs where.
+    """
     uuids = [gpu.uuid for gpu in visible]
+    if VISIBLE in os.environ and len(uuids) == ranks and set(before.devices) == set(uuids):
+        return tuple(uuids)
     if len(before.devices) == ranks and set(before.devices) <= set(uuids):
         return before.devices
     if len(uuids) < ranks:

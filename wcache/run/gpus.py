@@ -3,10 +3,9 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from wcache.devices import Gpu, select
+from wcache.devices import VISIBLE, Gpu, select
 from wcache.errors import UsageError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 _BY_ADDRESS = "PCI_BUS_ID"
 
