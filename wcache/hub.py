@@ -40,7 +40,7 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
         raise CheckpointError(
             f"{model} is not a folder", hint="a checkpoint is a folder with config.json in it"
         )
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise CheckpointError(
             f"no such checkpoint: {model or repr(model)}",
             hint="a model is a folder, or a hub id such as org/name",
@@ -63,6 +63,11 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
     # The cache names a snapshot's folder by its commit.
     commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
     return ResolvedModel(path=folder, hub_id=model, revision=commit)
+
+
+def is_hub_id(model: str) -> bool:
+    """True for ``ORG/NAME``, whether the hub has it or not."""
+    return _HUB_ID.fullmatch(model) is not None
 
 
 def _cached(model: str, revision: str | None) -> Path | None:

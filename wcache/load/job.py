@@ -168,7 +168,7 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
             fingerprint=fingerprint(config, rank, checkpoint, identity, device_facts(memory)),
             slabs=tuple(slab.info for slab in slabs),
             storages=storages,
-            tensors=_tensors(planned),
+            tensors=described(planned),
             checkpoint=identity.shards,
         )
         generation = publish_slabs(control, memory, slabs, manifest)
@@ -285,7 +285,7 @@ def check_scales(planned: Plan, content: "torch.Tensor") -> None:
         )
 
 
-def _tensors(planned: Plan) -> tuple[Tensor, ...]:
+def described(planned: Plan) -> tuple[Tensor, ...]:
     """The manifest's tensors.
 
     All are called parameters: a checkpoint does not tell them from buffers, the module that they

@@ -38,7 +38,11 @@ class ParallelPlan:
 
 def read_parallel_plan(checkpoint: Checkpoint) -> ParallelPlan:
     """The plans for the checkpoint's architecture; raises what :func:`known_model` raises."""
-    config, model = known_model(checkpoint.path, checkpoint.config.architecture, HINT_PUBLISH)
+    return plan_of(*known_model(checkpoint.path, checkpoint.config.architecture, HINT_PUBLISH))
+
+
+def plan_of(config: Any, model: Any) -> ParallelPlan:
+    """The plans of ``model``, a class of transformers, with ``config``."""
     return ParallelPlan(
         architecture=model.__name__,
         prefix=str(getattr(model, "base_model_prefix", "") or ""),

@@ -275,7 +275,7 @@ def _settle_tie(rules: dict[str, str], tied: str) -> None:
     if embedding not in rules:
         rules[embedding] = rules[head]
         return
-    cuts = {_tied_cut(rules[head]), _tied_cut(rules[embedding])}
+    cuts = {cut_dimension(rules[head]), cut_dimension(rules[embedding])}
     if len(cuts) > 1:
         raise CheckpointError(
             f"{HEAD!r} ({rules[head]}) is tied to {tied!r} ({rules[embedding]}),"
@@ -284,7 +284,8 @@ def _settle_tie(rules: dict[str, str], tied: str) -> None:
         )
 
 
-def _tied_cut(style: str) -> int | str | None:
+def cut_dimension(style: str) -> int | str | None:
+    """The dimension of a weight that ``style`` cuts, None for none, or an unknown style itself."""
     if style in _COLWISE:
         return 0
     if style in _ROWWISE:
