@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Access", "attach", "publish"]
+__all__ = ["Access", "attach", "first_token", "publish"]
 
 if TYPE_CHECKING:
     from wcache.client import attach
+    from wcache.engines.orders import first_token
     from wcache.load.module import publish
     from wcache.memory.slab import Access
 
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from wcache.client import attach
 
         return attach
+    if name == "first_token":
+        from wcache.engines.orders import first_token
+
+        return first_token
     if name == "publish":
         from wcache.load.module import publish
 

@@ -54,6 +54,11 @@ class Orders:
         )
 
 
+def is_ordered(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process runs under ``wcache run``, or is told as by it what to do on a miss."""
+    return ON_MISMATCH in environment
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that happened inside an engine's process; one line of JSON in the events file."""
 
@@ -62,8 +67,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pid: int
     rank: int | None = None
     name: str
-    """``attach``, ``fetch``, ``map``, ``build``, ``bind``, ``process``, ``publish``, ``outcome``,
-    ``first_token``."""
+    """``attach``, ``fetch``, ``map``, ``build``, ``bind``, ``process``, ``publish``, ``read``,
+    ``outcome``; ``imports`` and ``distributed`` where a log tells of neither; ``first_token``."""
     seconds: float | None = None
     """How long it took; None for a moment."""
     outcome: Outcome | None = None
@@ -98,3 +103,21 @@ def report(
             os.close(fd)
     except OSError:
         return
+
+
+_marked = False
+
+
+def first_token() -> None:
+    """A script's own mark that it is ready: it has its first real token, and serves from here on.
+
+    ``wcache run`` ends the start's timeline here, and tells a supervisor that the service is up. It
+    does nothing elsewhere, nor when it is called again.
+    """
+    global _marked
+    if _marked:
+        return
+    _marked = True
+    number = os.environ.get("RANK", "")
+    rank = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
+    report(Orders.given(), "first_token", rank=rank)

@@ -10,7 +10,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from wcache.client import Attachment, attach
 from wcache.control import RefusedError
-from wcache.engines.orders import Orders, Outcome, report
+from wcache.engines.account import Account
+from wcache.engines.orders import Orders
 from wcache.engines.vllm.build import build
 from wcache.engines.vllm.disk import WatchedLoader, disk_config
 from wcache.engines.vllm.fill import Claim, claim, point_at, publish
@@ -19,7 +20,6 @@ from wcache.engines.vllm.wanted import Wanted, rank_of, wanted_by
 from wcache.errors import (
     MismatchError,
     NotReadyError,
-    OutOfMemoryError,
     TryAgainError,
     UnsupportedQuantForIPCError,
     UsageError,
@@ -27,7 +27,6 @@ from wcache.errors import (
 )
 from wcache.fingerprint import compare
 from wcache.load.report import ProgressReport, failure_told
-from wcache.memory.available import available_bytes
 from wcache.paths import RankPaths
 from wcache.protocol import Report
 from wcache.ranks import ask
@@ -164,12 +163,8 @@ class _Load:
             "vllm_config": vllm_config, "model_config": model_config, "prefix": prefix,
         }  # fmt: skip
         self._rank = rank_of(vllm_config, orders)
-
-    def told(self, step: str, seconds: float) -> None:
-        report(self._orders, step, seconds=seconds, rank=self._rank.rank)
-
-    def _end(self, outcome: Outcome, reason: str) -> None:
-        report(self._orders, "outcome", rank=self._rank.rank, outcome=outcome, reason=reason)
+        self._account = Account(orders, self._rank, log)
+        self.told = self._account.told
 
     def attached(self, attachment: Attachment, wanted: Wanted, begun: float) -> torch.nn.Module:
         for step, seconds in attachment.seconds.items():
@@ -180,12 +175,7 @@ class _Load:
             attachment.close()
             raise
         _keep(model, attachment)
-        seconds = time.perf_counter() - begun
-        self.told("attach", seconds)
-        held = size(attachment.manifest.weight_bytes)
-        reason = f"attached to generation {attachment.generation}, {held} in {seconds:.2f} s"
-        log.info("wcache: rank %s %s", self._rank, reason)
-        self._end("hit", reason)
+        self._account.hit(attachment, time.perf_counter() - begun)
         return model
 
     def publishing(self, claimed: Claim, wanted: Wanted) -> torch.nn.Module:
@@ -210,29 +200,20 @@ class _Load:
                     raise
                 reason = f"the weights were read from disk and not published: {error}"
                 log.warning("wcache: rank %s: %s", self._rank, reason)
-                self._end("miss", reason)
+                self._account.end("miss", reason)
                 return model
         _keep(model, attachment)
         self.told("publish", time.perf_counter() - begun)
         held = size(attachment.manifest.weight_bytes)
         reason = f"read from disk and published as generation {generation}, {held}"
         log.info("wcache: rank %s: %s", self._rank, reason)
-        self._end("published", reason)
+        self._account.end("published", reason)
         return model
 
     def from_disk(self, why: WcacheError, wanted: Wanted | None) -> torch.nn.Module:
         """The fallback: vLLM's own loader, unless that is forbidden or there is no room."""
-        outcome: Outcome = "mismatch" if isinstance(why, MismatchError) else "miss"
-        self._end(outcome, why.message)
-        if self._orders.on_mismatch == "fail":
-            raise why
-        if wanted is not None:
-            _check_room(wanted, why)
-        hint = f" ({why.hint})" if why.hint else ""
-        log.warning(
-            "wcache: %s: rank %s reads its weights from disk, because %s%s",
-            outcome.upper(), self._rank, why.message, hint,
-        )  # fmt: skip
+        room = (wanted.device, wanted.shard_bytes) if wanted is not None else None
+        self._account.missed(why, may_read=self._orders.on_mismatch == "fallback", room=room)
         begun = time.perf_counter()
         loader = DefaultModelLoader(disk_config(self._load_config))
         model: torch.nn.Module = loader.load_model(**self._arguments)
@@ -244,18 +225,3 @@ def _keep(model: torch.nn.Module, attachment: Attachment) -> None:
     """The lease lasts as long as the model does."""
     loose: Any = model
     loose.wcache_attachment = attachment
-
-
-def _check_room(wanted: Wanted, why: WcacheError) -> None:
-    """Raises :class:`OutOfMemoryError` when the model does not fit beside what is resident."""
-    if wanted.device.type == "cuda":
-        free = torch.cuda.mem_get_info(wanted.device)[0]
-    else:
-        free = available_bytes()
-    if wanted.shard_bytes > free:
-        raise OutOfMemoryError(
-            f"rank {wanted.rank} would need {size(wanted.shard_bytes)} beside what is resident on"
-            f" {wanted.device}, {size(free)} are free; it was to read the disk because"
-            f" {why.message}",
-            hint="wcache down frees what is cached, wcache status shows what that is",
-        )
