@@ -44,7 +44,7 @@ def use_fp8_linears(
             raise WcacheError(
                 f"the configuration says that {type(model).__name__} is quantized, the cached"
                 " weights are not",
-                hint="name the checkpoint that the weights were loaded from: from_cache(model=…)",
+                hint="name the checkpoint that the weights were loaded from: from_cache(config=…)",
             )
         return
     told = told or ON_LOAD

@@ -1,0 +1,96 @@
+"""Which rank a process takes, and when several processes are not the layout that is cached."""
+
+import pytest
+import torch
+
+from wcache.engines.transformers.place import Place
+from wcache.errors import MismatchError, UsageError
+from wcache.fingerprint import Fingerprint
+
+pytestmark = pytest.mark.unit
+
+
+def held(tp: int = 1, tp_rank: int = 0, dp: int | None = None) -> Fingerprint:
+    return Fingerprint(tp_size=tp, tp_rank=tp_rank, dp_size=dp)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named", "rank", "is_joint"),
+    [
+        ({}, None, 0, False),
+        ({}, 5, 5, False),
+        ({"WCACHE_RANK": "2"}, None, 2, False),
+        ({"RANK": "1", "WORLD_SIZE": "3"}, None, 1, True),
+        ({"RANK": "1", "WORLD_SIZE": "3"}, 0, 0, False),
+        ({"RANK": "1", "WORLD_SIZE": "3", "WCACHE_RANK": "0"}, None, 0, False),
+        # What is left in an environment is no group.
+        ({"RANK": "1", "WORLD_SIZE": "1"}, None, 0, False),
+        ({"RANK": "1"}, None, 0, False),
+    ],
+)
+def test_rank_is_the_named_one_or_that_of_the_process(
+    environment: dict[str, str], named: int | None, rank: int, is_joint: bool
+) -> None:
+    place = Place.here(named, environment)
+    assert (place.cached_rank, place.is_joint) == (rank, is_joint)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is not a number: 'two'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is not a number: '-1'"),
+        ({"WCACHE_RANK": "x"}, "WCACHE_RANK is not a number: 'x'"),
+        ({"WORLD_SIZE": "2"}, "RANK does not say which process this is"),
+    ],
+)
+def test_an_environment_that_says_nothing_is_named(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Place.here(None, environment)
+    assert said in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (Place(), held()),
+        (Place(number=2, size=3), held(3, 2)),
+        # Replicas of a model, each in two shards.
+        (Place(number=3, size=4), held(2, 1, dp=2)),
+        (Place(number=3, size=4), held(1, 0, dp=4)),
+        # One copy that all processes were told to share.
+        (Place(number=3, size=4, rank=0), held()),
+        (Place(number=1, size=2, rank=1), held(2, 1)),
+    ],
+)
+def test_a_layout_that_fits_is_taken(place: Place, found: Fingerprint) -> None:
+    place.check(found)
+
+
+@pytest.mark.parametrize(
+    ("place", "found", "said", "hint"),
+    [
+        (Place(), held(3), "tp_size: cached 3, wanted 1", "torchrun --nproc-per-node 3"),
+        (Place(number=1, size=2), held(3, 1),
+         "rank 1 holds other weights: tp_size: cached 3, wanted 2 (WORLD_SIZE is 2)",
+         "start 3 processes"),
+        (Place(number=0, size=2), held(), "tp_size: cached 1, wanted 2", "from_cache(rank=…)"),
+        (Place(number=0, size=2, rank=1), held(2, 1), "tp_rank: cached 1, wanted 0 (RANK is 0)",
+         "let from_cache() find the rank"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_fit_is_a_mismatch_of_a_field(
+    place: Place, found: Fingerprint, said: str, hint: str
+) -> None:
+    with pytest.raises(MismatchError) as raised:
+        place.check(found)
+    assert said in raised.value.message
+    assert hint in raised.value.hint
+
+
+def test_one_process_needs_no_group_and_agrees_with_itself() -> None:
+    place = Place()
+    assert place.group(held(), torch.device("cpu")).size == 1
+    problem = UsageError("no")
+    assert place.agree(problem) is problem
+    assert place.agree(None) is None
