@@ -93,6 +93,9 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_rank", nothing, "status x"),
     ("usage_instance", nothing, "status --instance ../x"),
     ("usage_two_instances", nothing, "status a:0 b:0"),
+    ("usage_run_nothing", nothing, "run"),
+    ("usage_run_no_script", nothing, "run -- python nowhere.py"),
+    ("usage_run_daemon", nothing, "run --instance a --mode daemon -- torchrun train.py"),
     # No configuration.
     *((f"none_{command}", nothing, command) for command in COMMANDS if command != "supervise"),
     ("none_status_named", nothing, "status --instance draft"),

@@ -4,9 +4,10 @@ from wcache.commands.job import prepare
 from wcache.commands.lock import hold
 from wcache.commands.wanted import Args
 from wcache.engines.interface import Engine, Wish
-from wcache.errors import WcacheError
-from wcache.output import Output
+from wcache.errors import UsageError, WcacheError
+from wcache.output import Output, counted
 from wcache.paths import InstancePaths
+from wcache.ranks import read_config
 from wcache.supervise import supervisor_for
 
 
@@ -14,10 +15,13 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
     """``wcache up`` for what a command line asks for; waits until the ranks are ready.
 
     A wish without a model (a script knows it, the command line does not) starts what the
-    configuration says. Raises :class:`WcacheError` when a rank fails, naming it.
+    configuration says. Raises :class:`UsageError` when there is none, and :class:`WcacheError` when
+    a rank fails, naming it.
     """
     args = Args()
-    if wish.model is not None:
+    if wish.model is None:
+        check_configured(wish, paths, out)
+    else:
         args = Args(
             model=wish.model, revision=wish.revision, loader=engine.loader(wish),
             tp=wish.tp, pp=wish.pp, dp=wish.dp,
@@ -31,3 +35,21 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
     if failures:
         rank, reason = next(iter(failures.items()))
         raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {rank} shows more")
+
+
+def check_configured(wish: Wish, paths: InstancePaths, out: Output) -> None:
+    """Raises :class:`UsageError` when nothing says which model; tells of ranks that do not fit."""
+    config = read_config(paths)
+    if config is None:
+        name = f" --instance {paths.instance}" if paths.instance else ""
+        raise UsageError(
+            "the command does not say which model it takes, and none is configured",
+            hint=f"wcache up{name} --model … first: --mode daemon brings that back from then on",
+        )
+    ranks = config.layout.tp * config.layout.pp * config.layout.dp
+    if wish.ranks not in (1, ranks):
+        are = "is" if ranks == 1 else "are"
+        out.warn(
+            f"the command starts {wish.ranks} processes, and {counted(ranks, 'rank')} {are}"
+            " configured"
+        )

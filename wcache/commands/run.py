@@ -166,17 +166,25 @@ class Scribe:
     def ready(self, record: "Record") -> None:
         """At the first token."""
         self._say_outcome(record)
-        if self._shows_table:
-            from wcache.run.timeline import table
-
-            for line in table(record).lines():
-                self._out.say(line)
+        self._show(record)
         self._save(record)
 
     def ended(self, record: "Record") -> None:
-        """At the end of the engine."""
+        """At the end of the engine, whether it got ready or not."""
         self._say_outcome(record)
+        if not self._said and record.engine:
+            self._out.say("nothing that ran asked the cache for weights")
+        if record.ready_s is None:
+            self._show(record)
         self._save(record)
+
+    def _show(self, record: "Record") -> None:
+        if not (self._shows_table and record.phases):
+            return
+        from wcache.run.timeline import table
+
+        for line in table(record).lines():
+            self._out.say(line)
 
     def _say_outcome(self, record: "Record") -> None:
         if self._said or record.outcome is None:

@@ -10,9 +10,11 @@ from wcache.engines.interface import Engine
 
 def engines() -> tuple[Engine, ...]:
     """All that are known, in the order in which they are asked; none imports its engine."""
+    from wcache.engines.transformers.launch import Transformers
     from wcache.engines.vllm.launch import Vllm
 
-    return (Vllm(),)
+    # A script may be anything, so it comes last.
+    return (Vllm(), Transformers())
 
 
 def engine_for(argv: Sequence[str]) -> Engine | None:

@@ -157,7 +157,9 @@ class _Session:
     def _take_events(self) -> None:
         for event in timeline.read_events(self._events):
             at_s = event.at - self._began
-            if event.name == "outcome":
+            if event.name in ("imports", "distributed"):
+                self._timeline.end(event.name, at_s, "event")
+            elif event.name in ("outcome", "read"):  # a miss is told before the disk is read
                 self._timeline.end("weights", at_s, "event")
             elif event.name == "first_token" and self._plan.probe is None:
                 self._timeline.end("first token", at_s, "event")

@@ -1,16 +1,13 @@
 """Reading a vLLM command line, as far as wcache must understand it. Pure."""
 
-import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from wcache.engines.python import program_of
 from wcache.errors import UsageError
 
-_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _SERVER = "vllm.entrypoints.openai.api_server"
 _MAIN = ("vllm.entrypoints.cli.main", "vllm")
-# Interpreter options that have a value of their own behind them.
-_WITH_VALUE = ("-X", "-W")
 
 SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -80,30 +77,15 @@ def _split(argument: str) -> tuple[str, str, str]:
 def _behind_server(argv: Sequence[str]) -> Sequence[str] | None:
     if not argv:
         return None
-    name = PurePath(argv[0]).name
-    if name == "vllm":
+    if PurePath(argv[0]).name == "vllm":
         return argv[2:] if tuple(argv[1:2]) == ("serve",) else None
-    if not _PYTHON.fullmatch(name):
+    program = program_of(argv)
+    if program is None:
         return None
-    place = _first_of_program(argv)
-    if place >= len(argv):
-        return None
-    if argv[place] == "-m":
-        module, rest = argv[place + 1 : place + 2], argv[place + 2 :]
-        if tuple(module) == (_SERVER,):
-            return rest
-        is_main = bool(module) and module[0] in _MAIN
-        return rest[1:] if is_main and rest and rest[0] == "serve" else None
-    is_script = PurePath(argv[place]).name == "vllm" and tuple(argv[place + 1 : place + 2])
-    return argv[place + 2 :] if is_script == ("serve",) else None
-
-
-def _first_of_program(argv: Sequence[str]) -> int:
-    """Index of the script, or of ``-m``, behind the interpreter's own options."""
-    place = 1
-    while place < len(argv) and argv[place].startswith("-") and argv[place] != "-m":
-        place += 2 if argv[place] in _WITH_VALUE else 1
-    return place
+    if program.module == _SERVER:
+        return program.rest
+    is_main = program.module in _MAIN or PurePath(program.script).name == "vllm"
+    return program.rest[1:] if is_main and program.rest[:1] == ("serve",) else None
 
 
 def _is_module(argv: Sequence[str]) -> bool:
