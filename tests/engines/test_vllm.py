@@ -28,14 +28,6 @@ Answers = list[tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    """The demo's language model, which scripts/test-engines.sh has made."""
-    folder = Path(__file__).parents[2] / ".demo" / "SmolLM2-135M-Instruct"
-    assert (folder / "config.json").exists(), "run scripts/test-engines.sh"
-    return folder
-
-
-@pytest.fixture(scope="module")
 def rank(model: Path) -> Iterator[Places]:
     """Rank 0, up and empty: it waits for the first engine to publish."""
     places = Places(Path(tempfile.mkdtemp(prefix="wc")))
