@@ -1,11 +1,11 @@
 """Measures vLLM's start on one GPU: from disk, on vLLM's own weight cache, and on wcache.
 
-    python scripts/bench_vllm.py MODEL [--modes eager,graphs] [--fp8 MODEL] [--result FILE.json]
+    python scripts/bench_vllm.py MODEL [--modes eager,graphs] [--stages …] [--result FILE.json]
 
-MODEL is a checkpoint folder (scripts/random_qwen3.py makes one). vLLM and what wcache needs must be
-importable, by PYTHONPATH for one. Everything in the table is of the same call, with the same
-prompt. ``--fp8`` starts a second checkpoint as well, from disk and on wcache. Ends with status 1
-when a start gives other tokens than the first on its model, or a claim on the way does not hold.
+MODEL is a checkpoint folder (scripts/random_qwen3.py makes one, in bf16 or FP8). vLLM and what
+wcache needs must be importable, by PYTHONPATH for one. Everything in the table is of the same call,
+with the same prompt. Ends with status 1 when a start gives other tokens than the first, or a claim
+on the way does not hold.
 """
 
 import argparse
@@ -22,21 +22,31 @@ import vllm_starts
 from vllm_starts import Starts, answer, forget_pages, gpu_memory, is_back, report, say, wcache
 
 
-def measure(starts: Starts, model: Path, modes: Sequence[str]) -> None:
-    before = gpu_memory()["used_mib"][0]
-    starts.start("warm-up of imports and kernels", model, "auto", modes[0])
+def warm_up(starts: Starts, model: Path, modes: Sequence[str]) -> None:
+    for how in modes:
+        starts.start("disk, nothing compiled", model, "auto", how)
+
+
+def cold(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     forget_pages(model)
     starts.start("disk, page cache cold", model, "auto", modes[0])
+
+
+def warm(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     for how in modes:
-        if how != modes[0]:
-            starts.start("disk, nothing compiled", model, "auto", how)
         starts.start("disk, page cache warm", model, "auto", how)
+
+
+def ipc_cache(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     try:
         with starts.preload(model):
             for how in modes:
                 starts.start("in-tree ipc_cache", model, "ipc_cache", how)
     except AssertionError as error:
         print(f"in-tree ipc_cache: not measured: {str(error)[-2000:]}", flush=True)
+
+
+def publish(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     up(model, "publish")
     starts.start("wcache, first start: publishes", model, "wcache", modes[0])
     print(f"  GPU with no engine: {gpu_memory()}", flush=True)
@@ -44,27 +54,14 @@ def measure(starts: Starts, model: Path, modes: Sequence[str]) -> None:
         starts.start("wcache, attaches", model, "wcache", how)
     two_engines(starts, model, modes[0])
     wcache("down", "--force")
+
+
+def loader(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     began = time.time()
     up(model, "vllm")
     print(f"  wcache up --loader vllm: {time.time() - began:.1f} s", flush=True)
     for how in modes:
         starts.start("wcache, attaches to --loader vllm", model, "wcache", how)
-    wcache("down", "--force")
-    two_cold(starts, model, modes[0])
-    after = gpu_memory()["used_mib"][0]
-    starts.expect(after <= before + 64, f"the GPU's memory is back: {before} to {after} MiB")
-
-
-def measure_fp8(starts: Starts, model: Path) -> None:
-    """FP8 in blocks: from disk, published, attached, and filled without an engine."""
-    for name in ("warm-up of kernels", "disk, page cache warm"):
-        starts.start(name, model, "auto", "eager")
-    up(model, "publish")
-    starts.start("wcache, first start: publishes", model, "wcache", "eager")
-    starts.start("wcache, attaches", model, "wcache", "eager")
-    wcache("down", "--force")
-    up(model, "vllm")
-    starts.start("wcache, attaches to --loader vllm", model, "wcache", "eager")
     wcache("down", "--force")
 
 
@@ -95,13 +92,15 @@ def two_engines(starts: Starts, model: Path, how: str) -> None:
             )
 
 
-def two_cold(starts: Starts, model: Path, how: str) -> None:
+def at_once(starts: Starts, model: Path, modes: Sequence[str]) -> None:
     """Two that start at once on an empty rank: one publishes, the other waits and attaches."""
     up(model, "publish")
     with ThreadPoolExecutor(2) as pool:
         rows = list(
             pool.map(
-                lambda name: starts.start(f"wcache, {name} of two at once", model, "wcache", how),
+                lambda name: starts.start(
+                    f"wcache, {name} of two at once", model, "wcache", modes[0]
+                ),
                 ("one", "other"),
             )
         )
@@ -110,13 +109,21 @@ def two_cold(starts: Starts, model: Path, how: str) -> None:
     wcache("down", "--force")
 
 
+STAGES = {
+    "warm-up": warm_up, "cold": cold, "warm": warm, "ipc_cache": ipc_cache, "publish": publish,
+    "loader": loader, "at-once": at_once,
+}  # fmt: skip
+
+
 def main(given: argparse.Namespace) -> int:
     with vllm_starts.workplace(given.result) as work:
         starts = Starts(work)
         try:
-            if given.fp8 is not None:
-                measure_fp8(starts, given.fp8)
-            measure(starts, given.model, given.modes.split(","))
+            before = gpu_memory()["used_mib"][0]
+            for stage in given.stages.split(","):
+                STAGES[stage](starts, given.model, given.modes.split(","))
+            after = gpu_memory()["used_mib"][0]
+            starts.expect(after <= before + 64, f"the GPU's memory is back: {before}, {after} MiB")
         finally:
             starts.show()
             if given.result is not None:
@@ -129,6 +136,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measures vLLM's start on one GPU.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--modes", default="eager", help="eager, graphs, or both with a comma")
-    parser.add_argument("--fp8", type=Path, help="a checkpoint in FP8 to start as well")
+    parser.add_argument("--stages", default=",".join(STAGES), help="which of all, in their order")
     parser.add_argument("--result", type=Path, help="where rows go as JSON, and logs beside it")
     sys.exit(main(parser.parse_args()))

@@ -1,6 +1,6 @@
 """Tensor parallel on two GPUs: what survives what, and where each rank's weights lie.
 
-    python scripts/two_gpus.py MODEL [--fp8 MODEL] [--device cpu] [--result FILE.json]
+    python scripts/two_gpus.py MODEL [--fp8 MODEL] [--stages …] [--device cpu] [--result FILE.json]
 
 Starts vLLM at tensor-parallel 2 from disk, on vLLM's own weight cache and on wcache, kills,
 restarts and loses one rank's daemon, and has engines see the GPUs in other orders. Each claim is
@@ -303,13 +303,19 @@ def attach_one(rank: int, pipe: Connection) -> None:
 # --- all of it --------------------------------------------------------------------------------
 
 
-def measure(node: Node, model: Path, fp8: Path | None) -> None:
-    if fp8 is not None:
-        node.starts.start("disk, page cache warm", fp8, "auto", "eager")
-        node.publish_and_attach(fp8)
+def fp8(node: Node, _: Path, in_fp8: Path | None) -> None:
+    if in_fp8 is not None:
+        node.starts.start("disk, nothing compiled", in_fp8, "auto", "eager")
+        node.starts.start("disk, page cache warm", in_fp8, "auto", "eager")
+        node.publish_and_attach(in_fp8)
         wcache("down", "--force")
+
+
+def stock(node: Node, model: Path, _: Path | None) -> None:
     node.stock(model)
-    before = gpu_memory()["used_mib"]
+
+
+def survive(node: Node, model: Path, _: Path | None) -> None:
     node.publish_and_attach(model)
     node.attach()
     node.verify()
@@ -317,30 +323,45 @@ def measure(node: Node, model: Path, fp8: Path | None) -> None:
     node.lose(model)
     node.serve(model)
     wcache("down", "--force")
+
+
+def orders(node: Node, model: Path, _: Path | None) -> None:
     if node.device == "cuda":
         node.orders(model)
         node.serve(model)  # wcache run shows vllm the GPUs in the order of the ranks
         wcache("down", "--force")
+
+
+def loaders(node: Node, model: Path, _: Path | None) -> None:
     node.load_as_vllm(model)
     wcache("down", "--force")
     node.load(model)
     wcache("down", "--force")
+
+
+STAGES = {
+    "fp8": fp8, "stock": stock, "survive": survive, "orders": orders, "loaders": loaders,
+}  # fmt: skip
+
+
+def is_free(before: list[int]) -> bool:
+    """Whether every GPU has as much memory free as it had, within five seconds."""
     for _ in range(20):
         after = gpu_memory()["used_mib"]
         if all(now <= then + 64 for now, then in zip(after, before, strict=True)):
-            break
+            return True
         time.sleep(0.25)
-    node.expect(
-        all(now <= then + 64 for now, then in zip(after, before, strict=True)),
-        f"the GPUs' memory is back: {before} to {after} MiB",
-    )
+    return False
 
 
 def main(given: argparse.Namespace) -> int:
     with vllm_starts.workplace(given.result) as work:
         starts = Starts(work, tp=2)
         try:
-            measure(Node(starts, given.device), given.model, given.fp8)
+            before = gpu_memory()["used_mib"]
+            for stage in given.stages.split(","):
+                STAGES[stage](Node(starts, given.device), given.model, given.fp8)
+            starts.expect(is_free(before), f"the GPUs' memory is back: {before} MiB are in use")
         finally:
             starts.show()
             if given.result is not None:
@@ -353,6 +374,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Tensor parallel on two GPUs.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--fp8", type=Path, help="a checkpoint in FP8 to start as well")
+    parser.add_argument("--stages", default=",".join(STAGES), help="which of all, in their order")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--result", type=Path, help="where rows go as JSON, and logs beside it")
     sys.exit(main(parser.parse_args()))
