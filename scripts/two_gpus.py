@@ -27,7 +27,7 @@ import vllm_starts
 from vllm_starts import Starts, answer, forget_pages, gpu_memory, is_back, report, say, wcache
 
 RANKS = (0, 1)
-REVERSED = "1,0"
+IN_ORDER, REVERSED = "0,1", "1,0"
 GENERATED = 512
 ROUNDS = 7
 CHECKPOINT_MAY_READ = 8 << 20
@@ -196,7 +196,7 @@ class Node:
         """wcache's own loader, no engine: each rank to its GPU, and one alone again."""
         before = gpu_memory()["used_mib"]
         began = time.time()
-        self.up(model)
+        self.up(model, CUDA_VISIBLE_DEVICES=IN_ORDER)
         print(f"  up --tp 2: {time.time() - began:.1f} s", flush=True)
         self.place(before, list(RANKS))
         kept = report(0)
@@ -214,7 +214,7 @@ class Node:
         """vLLM's own loader, one process a rank that knows nothing of the other; then an engine."""
         try:
             began = time.time()
-            self.up(model, "--loader", "vllm")
+            self.up(model, "--loader", "vllm", CUDA_VISIBLE_DEVICES=IN_ORDER)
         except AssertionError as error:
             self.expect(False, f"up --loader vllm: {error}")
             print(wcache("logs", "0")[-3000:], flush=True)

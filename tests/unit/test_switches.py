@@ -40,7 +40,8 @@ def test_a_variable_that_nobody_knows_is_taken() -> None:
 @pytest.mark.parametrize(
     "name",
     ["VLLM_LOGGING_LEVEL", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_CACHE_ROOT", "VLLM_ENGINE_TIMEOUT_S",
-     "VLLM_DP_RANK", "VLLM_API_KEY", "VLLM_HF_TOKEN", "VLLM_WORKER_MULTIPROC_METHOD"],
+     "VLLM_DP_RANK", "VLLM_API_KEY", "VLLM_HF_TOKEN", "VLLM_WORKER_MULTIPROC_METHOD",
+     "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"],
 )  # fmt: skip
 def test_where_things_go_and_secrets_are_passed_over(name: str) -> None:
     assert from_environment("vllm", {name: "x"}) == {}

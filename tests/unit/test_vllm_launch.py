@@ -182,8 +182,7 @@ def test_of_vllms_own_loader_only_a_dtype_that_was_named_is_wanted(
     ("layout", "device"),
     [
         (LayoutSection(tp=2, ep=2), "cpu"),
-        (LayoutSection(tp=2), "cuda"),
-        (LayoutSection(pp=2), "cuda"),
+        (LayoutSection(tp=2, ep=2), "cuda"),
     ],
 )
 def test_a_layout_that_no_rank_can_load_alone_is_refused(

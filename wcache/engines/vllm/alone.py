@@ -2,9 +2,8 @@
 
 Loading a dense model's shard needs to know its place in the group, and nothing of the others, so a
 stand-in takes the group's place: torch's ``fake`` backend, whose operations return at once. What it
-gave was the same, bit for bit, as a rank of a real group (two ranks, on the CPU). Refused because
-nothing has shown it yet: more than one rank on GPUs, where vLLM makes communicators of its own, and
-experts spread over ranks. The first engine publishes those.
+gave was the same, bit for bit, as a rank of a real group (two ranks, on the CPU). Experts that are
+spread over ranks are refused, because nothing has shown them yet: the first engine publishes those.
 """
 
 import dataclasses
