@@ -5,13 +5,14 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 import typer.main
 
 import wcache
 from wcache.errors import ConfigError, ExitCode, WcacheError
+from wcache.output import StdoutError, stdout_error, talk
 
 INTERRUPTED = 130
 # Which say what the call is about (wcache.paths).
@@ -69,37 +70,72 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns its exit code. A bug leaves as a traceback."""
+    _open_missing_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _call(words)
+        _flush()
+    except StdoutError as error:
+        _report(error, words)
+        code = _discard(sys.stdout)
+    except BrokenPipeError:
+        code = _discard(sys.stdout)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+    return code
+
+
+def _call(words: Sequence[str]) -> int:
     command = typer.main.get_command(_app(words))
     try:
         command.main(words, prog_name="wcache")
-        sys.stdout.flush()
+    except StdoutError:
+        raise
     except WcacheError as error:
         _report(error, words)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        talk("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        return _reader_gone()
     except SystemExit as end:
         # How typer ends every call: after help, a usage error, an Exit, and a plain return.
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            return _reader_gone()
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return ExitCode.DONE
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise stdout_error(error) from None
+
+
+def _open_missing_streams() -> None:
+    """Of stdin, stdout and stderr, those that the caller has closed.
+
+    The next file to be opened would get such a descriptor, and be written to as if it were stdout.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r"))
 
 
 def _report(error: WcacheError, words: Sequence[str]) -> None:
     problems = error.problems if isinstance(error, ConfigError) else ()
     for line in problems or (error.message,):
-        print(f"error: {line}", file=sys.stderr)
+        talk(f"error: {line}")
     if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        talk(f"hint: {error.hint}")
     if error.exit_code is ExitCode.NO_PERMISSION and os.geteuid():
-        print(f"hint: as root: {_with_sudo(words)}", file=sys.stderr)
+        talk(f"hint: as root: {_with_sudo(words)}")
 
 
 def _with_sudo(words: Sequence[str]) -> str:
@@ -108,8 +144,10 @@ def _with_sudo(words: Sequence[str]) -> str:
     return shlex.join(["sudo", *variables, sys.executable, "-P", "-m", "wcache", *words])
 
 
-def _reader_gone() -> int:
-    """Whoever read our stdout has left, as ``head`` does: nothing to say, nobody to say it to."""
-    # The interpreter flushes stdout once more at its end; that must not raise again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> int:
+    """For a stream whose reader has left, as ``head`` does, or whose disk is full.
+
+    The interpreter flushes both once more at its end, and would make it an exit code of its own.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return ExitCode.FAILED

@@ -1,5 +1,6 @@
 """What a command says: data on stdout as a table or as JSON, talk on stderr."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -7,6 +8,8 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from wcache.errors import WcacheError
 
 if TYPE_CHECKING:
     from wcache.progress import Bars
@@ -31,6 +34,39 @@ def one_line(text: str, limit: int | None = None) -> str:
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
+def talk(text: str, end: str = "\n") -> None:
+    """Writes to stderr at once; what can not be said is not said.
+
+    The log may be on a full disk and the reader may be gone: neither is a reason to give up a
+    rollout half-way, or to end an engine that serves.
+    """
+    with contextlib.suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+class StdoutError(WcacheError):
+    """What a command was called for can not be written."""
+
+
+def put(text: str, *, flush: bool = False) -> None:
+    """Writes a line of data to stdout.
+
+    Raises :class:`StdoutError` where there is no room for it, and :class:`BrokenPipeError` where
+    there is no reader any more.
+    """
+    try:
+        print(text, flush=flush)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise stdout_error(error) from None
+
+
+def stdout_error(error: OSError) -> StdoutError:
+    """What to say when stdout took nothing more."""
+    return StdoutError(f"stdout can not be written: {(error.strerror or str(error)).lower()}")
+
+
 class Output:
     """Where one call of a command writes.
 
@@ -46,15 +82,15 @@ class Output:
     def say(self, text: str) -> None:
         """One line for a person."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            talk(text)
 
     def warn(self, text: str) -> None:
         """One line that a person must see, also when quiet."""
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        talk(f"warning: {text}")
 
     def error(self, text: str) -> None:
         """One line that says what failed, where a command goes on after it."""
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        talk(f"error: {text}")
 
     @staticmethod
     def can_ask() -> bool:
@@ -63,23 +99,23 @@ class Output:
 
     def ask(self, question: str) -> bool:
         """True for a yes; the question goes to stderr, also when quiet."""
-        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        talk(f"{question} [y/N] ", end="")
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def hint(self, text: str) -> None:
         """What to do about the errors before it."""
-        print(f"hint: {text}", file=sys.stderr, flush=True)
+        talk(f"hint: {text}")
 
     def data(self, value: msgspec.Struct, *tables: "Table") -> None:
         """``value`` as one JSON document, or else ``tables`` for a person; both on stdout."""
         if self.as_json:
             text = msgspec.json.format(msgspec.json.encode(value), indent=2)
-            print(text.decode())
+            put(text.decode())
             return
         shown = [table for table in tables if table.rows]
         for index, table in enumerate(shown):
             if index:
-                print()
+                put("")
             table.print()
 
     def bars(self, labels: Sequence[str]) -> "Bars":
@@ -109,7 +145,7 @@ class Table:
         if sys.stdout.isatty() and self._leaves_room(get_terminal_size().columns):
             self._print_fitted()
         else:
-            print("\n".join(self.lines()))
+            put("\n".join(self.lines()))
 
     def _leaves_room(self, width: int) -> bool:
         """True when sentences can be wrapped; a terminal too narrow for it breaks lines itself."""

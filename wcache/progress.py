@@ -1,12 +1,12 @@
 """How far loads are, on stderr: bars on a terminal, sparse plain lines in a log."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from wcache.output import talk
 from wcache.units import GIB, duration, size
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class PlainBars(Bars):
 
     def _say(self, label: str, text: str, now: float) -> None:
         self._said[label] = now
-        print(f"{label}: {text}", file=sys.stderr, flush=True)
+        talk(f"{label}: {text}")
 
 
 class LiveBars(Bars):

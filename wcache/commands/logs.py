@@ -15,7 +15,7 @@ import typer
 from wcache.commands.log_entry import UNKNOWN_LEVEL, LogEntry, from_file, from_journal
 from wcache.commands.options import InstanceOption
 from wcache.errors import UsageError, WcacheError
-from wcache.output import one_line
+from wcache.output import one_line, put
 from wcache.paths import InstancePaths, RankId
 from wcache.ranks import chosen, known_ranks, select
 
@@ -159,10 +159,10 @@ def _journal(
     width = len(f"systemd[{RankId(keeper.instance, max(ranks))}]")
     for line in keeper.log_lines(ranks, parts, count=count, follow=follow):
         if as_json:
-            print(msgspec.json.encode(from_journal(line)).decode(), flush=follow)
+            put(msgspec.json.encode(from_journal(line)).decode(), flush=follow)
             continue
         # A message may have been written by anybody who may write to the journal.
-        print(f"{line.label:<{width}} | {one_line(str(line))}", flush=follow)
+        put(f"{line.label:<{width}} | {one_line(str(line))}", flush=follow)
 
 
 def _origin(

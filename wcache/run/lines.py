@@ -1,6 +1,7 @@
 """Passes a child's output on unchanged, and shows each line of it to a reader."""
 
 import os
+import select
 from collections.abc import Callable
 
 CHUNK_BYTES = 64 << 10
@@ -37,10 +38,23 @@ class Passage:
             self.source = -1
 
     def _write(self, data: bytes) -> None:
+        """Waits for a reader that is slow; what can not be written is lost.
+
+        Whoever read it may have left, the disk of the log may be full (and have room again later):
+        the engine serves others, and goes on.
+        """
         view = memoryview(data)
-        try:
-            while view:
+        while view:
+            try:
                 view = view[os.write(self._destination, view) :]
-        except BrokenPipeError:
-            # Whoever read our output has left; the engine serves others and goes on.
-            self._destination = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            except BlockingIOError:
+                # Whoever else has this terminal or pipe has made it non-blocking, for all of us.
+                _wait_for_room(self._destination)
+            except OSError:
+                return
+
+
+def _wait_for_room(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    poll.poll()
