@@ -1,8 +1,8 @@
 """Plays an engine with an API: logs as one, listens on a port after a while, completes a token.
 
 usage: fake_engine.py PORT [FLAG...]; flags: hang (never answers), die (ends with 9 at once),
-orphan (leaves a process behind in its group, whose pid it prints), ask (waits for SIGTERM and
-ends with 17).
+orphan (leaves a process behind in its group, whose pid it prints), deaf (has that one ignore
+SIGTERM), chatty (says more at its end than a pipe holds). Ends with 17 on SIGTERM.
 """
 
 import http.server
@@ -35,15 +35,23 @@ class Api(http.server.BaseHTTPRequestHandler):
 
 
 def ask(_number: int, _frame: object) -> None:
+    if "chatty" in sys.argv:
+        print("a word\n" * 300_000 + "the last word", flush=True)
     sys.exit(17)
 
 
 def main() -> None:
-    print("imports are done", flush=True)
+    print(f"engine {os.getpid()}\nimports are done", flush=True)
     if "die" in sys.argv:
         sys.exit(9)
     if "orphan" in sys.argv:
-        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        program = (program if "deaf" in sys.argv else "import time\n") + "print(1, flush=True)\n"
+        left = subprocess.Popen(
+            [sys.executable, "-c", program + "time.sleep(600)"], stdout=subprocess.PIPE
+        )
+        assert left.stdout
+        left.stdout.readline()
         print(f"orphan {left.pid}", flush=True)
     signal.signal(signal.SIGTERM, ask)
     orders = Orders.given()

@@ -137,6 +137,48 @@ def test_what_an_engine_leaves_behind_is_ended_with_it(
         os.close(pidfd)
 
 
+def test_a_second_signal_ends_what_is_left_at_once_and_the_code_still_comes_back(
+    runs: list[Run], tmp_path: Path, port: int
+) -> None:
+    runs.append(run := Run(tmp_path, port, 60, "orphan", "deaf"))
+    run.wait_ready()
+    engine, orphan = (
+        os.pidfd_open(int(re.findall(rf"{who} (\d+)", run.text)[0])) for who in ("engine", "orphan")
+    )
+    try:
+        run.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: _has_ended(engine), "the engine's end")
+        assert not _has_ended(orphan)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(PATIENCE_S) == 17
+        wait_for(lambda: _has_ended(orphan), "the orphan's end")
+    finally:
+        os.close(engine)
+        os.close(orphan)
+
+
+def test_what_an_engine_says_at_its_end_is_heard_and_does_not_keep_it_from_ending(
+    runs: list[Run], tmp_path: Path, port: int
+) -> None:
+    runs.append(run := Run(tmp_path, port, 2, "hang", "chatty"))
+    assert run.process.wait(PATIENCE_S) == 3
+    assert "\nthe last word\n" in run.text
+
+
+def test_a_process_that_never_stops_talking_does_not_outlive_its_engine(tmp_path: Path) -> None:
+    program = (
+        "import sys; from wcache.run.child import Child\n"
+        "command = ['sh', '-c', 'yes & yes & yes & yes & sleep 0.5; exit 5']\n"
+        "with Child(command, {'PATH': '/usr/bin:/bin'}, line_seen=lambda line: None) as child:\n"
+        "    status = child.wait(lambda: False, lambda: None)\n"
+        "sys.exit(status)\n"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        ran = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=PATIENCE_S)
+    assert ran.returncode == 5
+    assert (tmp_path / "log").read_bytes().startswith(b"y\ny\n")
+
+
 def test_a_supervisor_hears_of_the_first_token_and_the_engine_never_of_the_supervisor(
     runs: list[Run], tmp_path: Path, port: int
 ) -> None:

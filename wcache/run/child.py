@@ -5,12 +5,14 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 from wcache.errors import UsageError
-from wcache.run.lines import Passage
+from wcache.run.lines import CHUNK_BYTES, Passage
 
 FORWARDED = (
     signal.SIGTERM,
@@ -22,11 +24,19 @@ FORWARDED = (
 )
 STRAGGLERS_S = 10.0
 """How long processes that the engine left behind have to end after SIGTERM."""
+# A pipe holds 1 MiB at most, unless its owner is privileged; a process that the engine left behind
+# may go on filling it for ever.
+_DRAINED_BYTES = 4 << 20
 _PERIOD_S = 0.05
+_LOOK_S = 0.25
 
 # A child must not take our supervisor's words for its own.
 _OURS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID",
          "LISTEN_FDNAMES")  # fmt: skip
+
+
+# As signal.signal() takes and gives them.
+_Handler = Any
 
 
 class Child:
@@ -43,20 +53,22 @@ class Child:
 
         Raises :class:`UsageError` for a command that can not be run.
         """
-        piped = subprocess.PIPE if line_seen is not None else None
-        told = {name: value for name, value in environment.items() if name not in _OURS}
+        self._pidfd = -1
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._waking = threading.Lock()
+        # From here to the end of the context: a signal in between would end this process alone.
+        self._asked: list[int] = []
+        self._hurried = False  # somebody asked for the end of what the child has left behind
+        self._before = self._forward_signals()
         try:
-            self._process = subprocess.Popen(
-                list(argv), env=told, stdout=piped, stderr=piped, process_group=0
-            )
-        except (OSError, ValueError) as error:
-            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise UsageError(
-                f"{argv[0]} can not be run: {said.lower()}", hint="is it installed here?"
-            ) from None
+            self._process = _started(argv, environment, piped=line_seen is not None)
+        except UsageError:
+            self._forget_signals()
+            raise
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
-        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        for number in self._asked:
+            self.signal(number)
         self._passages = self._opened(line_seen) if line_seen is not None else []
         self._terminal = _Terminal(self.pid)
 
@@ -73,7 +85,7 @@ class Child:
         ``woken`` is called whenever something happened, in this thread, and ends the wait by
         returning True: the result is None then. ``timeout_s`` says how long it may be until then.
         """
-        with self._signals(), selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector:
             selector.register(self._pidfd, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
             for passage in self._passages:
@@ -97,19 +109,29 @@ class Child:
                     return None
 
     def wake(self) -> None:
-        """Has :meth:`wait` look around; from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._waker, b"w")
+        """Has :meth:`wait` look around; from any thread, also when the context is over."""
+        with self._waking:
+            self._write_wake()
+
+    def _write_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if self._waker >= 0:
+                os.write(self._waker, b"w")
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        try:
             signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            self._hurried = True
 
     def terminate(self, timeout_s: float) -> None:
-        """SIGTERM, and time to follow it; what is left then ends with the context."""
+        """SIGTERM, and time to follow it; what is left then ends with the context.
+
+        What the child says about its end is passed on: one whose log nobody reads never ends.
+        """
+        deadline = time.monotonic() + timeout_s
         self.signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+        self.wait(lambda: time.monotonic() > deadline, lambda: _LOOK_S)
 
     def _drain(self) -> None:
         """What the child wrote before it ended; its own children may hold the pipe for longer."""
@@ -118,28 +140,34 @@ class Child:
                 continue
             os.set_blocking(passage.source, False)
             with contextlib.suppress(BlockingIOError):
-                while passage.pass_on():
-                    pass
+                for _ in range(_DRAINED_BYTES // CHUNK_BYTES):
+                    if not passage.pass_on():
+                        break
 
     def _status(self) -> int:
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _forward_signals(self) -> "dict[int, _Handler]":
         def forward(number: int, _: FrameType | None) -> None:
-            self.signal(number)
+            if self._pidfd < 0:
+                self._asked.append(number)
+            else:
+                self.signal(number)
 
         def look(_number: int, _: FrameType | None) -> None:
-            self.wake()
+            self._write_wake()  # the thread that runs this may hold the lock
 
         handlers = dict.fromkeys(FORWARDED, forward) | {signal.SIGCHLD: look}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def _forget_signals(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        with self._waking:
+            for fd in (self._wake, self._waker):
+                os.close(fd)
+            self._wake = self._waker = -1
 
     # --- its end --------------------------------------------------------------------------
 
@@ -150,11 +178,12 @@ class Child:
         """Ends whatever is left of the group, and gives the terminal back."""
         self._terminal.take_back()
         if not self._end_group(signal.SIGTERM, STRAGGLERS_S):
+            self._hurried = False
             self._end_group(signal.SIGKILL, STRAGGLERS_S)
         for passage in self._passages:
             passage.close()
-        for fd in (self._pidfd, self._wake, self._waker):
-            os.close(fd)
+        self._forget_signals()
+        os.close(self._pidfd)
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
@@ -164,7 +193,7 @@ class Child:
         deadline = time.monotonic() + timeout_s
         try:
             os.killpg(self.pid, number)
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and not self._hurried:
                 self._reap()
                 os.killpg(self.pid, 0)
                 time.sleep(_PERIOD_S)
@@ -181,6 +210,20 @@ class Child:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
+
+
+def _started(
+    argv: Sequence[str], environment: Mapping[str, str], *, piped: bool
+) -> "subprocess.Popen[bytes]":
+    told = {name: value for name, value in environment.items() if name not in _OURS}
+    pipe = subprocess.PIPE if piped else None
+    try:
+        return subprocess.Popen(list(argv), env=told, stdout=pipe, stderr=pipe, process_group=0)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(
+            f"{argv[0]} can not be run: {said.lower()}", hint="is it installed here?"
+        ) from None
 
 
 class _Terminal:
