@@ -2,7 +2,8 @@
 
 usage: fake_engine.py PORT [FLAG...]; flags: hang (never answers), die (ends with 9 at once),
 orphan (leaves a process behind in its group, whose pid it prints), deaf (has that one ignore
-SIGTERM), chatty (says more at its end than a pipe holds). Ends with 17 on SIGTERM.
+SIGTERM), chatty (says more at its end than a pipe holds), refuse (has no completions), portless
+(never listens), sign (is read by run_launcher.py). Ends with 17 on SIGTERM.
 """
 
 import http.server
@@ -24,6 +25,8 @@ class Api(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         # As a server whose model is not there yet.
         code = 503 if Api.calls < 3 or "hang" in sys.argv else 200
+        if "refuse" in sys.argv:
+            code = 404
         body = json.dumps({"choices": [{"text": "a"}]}).encode() if code == 200 else b"{}"
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
@@ -61,6 +64,8 @@ def main() -> None:
     print("capture took no time", file=sys.stderr, flush=True)
     for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"):
         print(f"{name} is {'set' if name in os.environ else 'unset'}", flush=True)
+    if "portless" in sys.argv:
+        time.sleep(600)
     server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Api)
     server.serve_forever(0.05)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from wcache.config import Loader
 from wcache.daemon.notify import Notifier
-from wcache.engines.interface import Engine, Launch, Mark, Probe, Wish
+from wcache.engines.interface import Engine, Launch, Mark, Probe, Sign, Wish
 from wcache.engines.orders import Orders
 from wcache.errors import WcacheError
 from wcache.run.session import Listeners, Plan, run
@@ -42,7 +42,9 @@ class FakeEngine:
     def launch(self, argv: Sequence[str], orders: Orders) -> Launch:
         return Launch(argv=tuple(argv), environment=orders.environment())
 
-    def probe(self, argv: Sequence[str]) -> Probe:
+    def probe(self, argv: Sequence[str]) -> Probe | Sign:
+        if "sign" in argv:
+            return Sign("capture")
         return Probe(host="", port=int(argv[2]), path="/v1/completions", body={"max_tokens": 1})
 
 

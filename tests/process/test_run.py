@@ -1,11 +1,13 @@
 """``wcache run`` around an engine: signals, exit codes, readiness, what is left behind."""
 
+import http.server
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +124,63 @@ def test_a_port_in_use_is_refused_before_anything_is_started(
     assert run.text == f"error: port {port} is in use already\n"
 
 
+def test_the_answers_of_a_stranger_on_the_engines_port_do_not_make_it_ready(
+    runs: list[Run], tmp_path: Path, port: int
+) -> None:
+    runs.append(run := Run(tmp_path, port, 4, "portless"))
+    wait_for(lambda: "WATCHDOG_USEC is" in run.text, "the engine's start")
+
+    class Stranger(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = b'{"choices": [{"text": "a"}]}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with http.server.HTTPServer(("127.0.0.1", port), Stranger) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        assert run.process.wait(PATIENCE_S) == 3
+        server.shutdown()
+    assert "\nREADY " not in run.text
+    assert "the last phase that it finished is capture; another process listens" in run.text
+
+
+def test_an_engine_that_serves_without_completions_is_ready_and_it_is_said_why(
+    runs: list[Run], tmp_path: Path, port: int
+) -> None:
+    runs.append(run := Run(tmp_path, port, 60, "refuse"))
+    run.wait_ready()
+    record = run.record("READY")
+    assert record.tokenless == "/v1/completions answers 404 Not Found"
+    assert record.ready_s is not None
+    assert record.phases[-1].name == "port"
+
+
+def test_an_engine_that_can_not_be_asked_is_ready_when_its_log_says_so(
+    runs: list[Run], tmp_path: Path, port: int
+) -> None:
+    store = Store(tmp_path / "notify")
+    runs.append(run := Run(tmp_path, port, 1, "portless", "sign", NOTIFY_SOCKET=str(store.path)))
+    store.serve(lambda: "READY=1" in store.said)
+    wait_for(lambda: "\nREADY " in run.text, "ready")
+    assert run.record("READY").tokenless == "its API can not be asked for one"
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(PATIENCE_S) == 17
+
+
+def test_what_was_told_outlives_the_file_in_which_it_was(
+    runs: list[Run], tmp_path: Path, port: int
+) -> None:
+    runs.append(run := Run(tmp_path, port, 60, TMPDIR=str(tmp_path)))
+    run.wait_ready()
+    for file in tmp_path.glob("wcache-run-*/events"):
+        file.unlink()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(PATIENCE_S) == 17
+    assert run.record("ENDED").outcome == "hit"
+
+
 def test_what_an_engine_leaves_behind_is_ended_with_it(
     runs: list[Run], tmp_path: Path, port: int
 ) -> None:
@@ -185,6 +244,7 @@ def test_a_supervisor_hears_of_the_first_token_and_the_engine_never_of_the_super
     store = Store(tmp_path / "notify")
     runs.append(run := Run(tmp_path, port, 60, NOTIFY_SOCKET=str(store.path)))
     store.serve(lambda: "READY=1" in store.said)
+    assert "EXTEND_TIMEOUT_USEC=60000000" in store.said
     assert any(said.startswith("STATUS=starting") for said in store.said)
     wait_for(lambda: "NOTIFY_SOCKET is unset" in run.text, "what the engine saw")
 

@@ -54,7 +54,8 @@ def test_nothing_is_lost_on_a_pipe_that_somebody_made_non_blocking(tmp_path: Pat
             got += chunk
         os._exit(got != data)
     os.close(reader)
-    passage = Passage(os.open(tmp_path / "said", os.O_RDONLY), out, [].append)
+    lines: list[str] = []
+    passage = Passage(os.open(tmp_path / "said", os.O_RDONLY), out, lines.append)
     while passage.pass_on():
         pass
     os.close(out)

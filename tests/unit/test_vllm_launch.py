@@ -6,7 +6,7 @@ import pytest
 
 from wcache.config import Config, LayoutSection, MemorySection, ModelSection
 from wcache.engines import engine_for
-from wcache.engines.interface import Probe, Wish
+from wcache.engines.interface import Probe, Sign, Wish
 from wcache.engines.orders import Orders
 from wcache.engines.vllm import versions
 from wcache.engines.vllm.launch import Vllm
@@ -132,7 +132,7 @@ def test_the_probe_asks_for_one_token_where_the_server_will_be() -> None:
         headers={"Authorization": "Bearer k"},
     )  # fmt: skip
     other = VLLM.probe(["python", "-m", API, "--model", "m"])
-    assert other is not None
+    assert isinstance(other, Probe)
     assert (other.port, other.body["model"]) == (8000, "m")
 
 
@@ -140,8 +140,16 @@ def test_the_probe_asks_for_one_token_where_the_server_will_be() -> None:
     "options", ["--uds /run/x", "--headless", "--config x.yaml", "--ssl-keyfile k",
                 "--runner pooling"]
 )  # fmt: skip
-def test_a_server_that_can_not_be_asked_over_tcp_has_no_probe(options: str) -> None:
-    assert VLLM.probe(["vllm", "serve", "m", *options.split()]) is None
+def test_a_server_that_can_not_be_asked_over_tcp_is_known_by_its_log(options: str) -> None:
+    phase = "init" if options == "--headless" else "server"
+    assert VLLM.probe(["vllm", "serve", "m", *options.split()]) == Sign(phase)
+
+
+def test_a_server_whose_model_is_not_known_is_asked_without_its_name() -> None:
+    probe = VLLM.probe(["vllm", "serve", "--port", "81", "m"])
+    assert isinstance(probe, Probe)
+    assert probe.port == 81
+    assert "model" not in probe.body
 
 
 def test_the_marks_know_the_lines_of_a_real_start() -> None:

@@ -91,7 +91,7 @@ def _run(
     from wcache.engines import engine_for
     from wcache.engines.interface import Launch
     from wcache.engines.orders import Orders
-    from wcache.run.session import Listeners, Plan
+    from wcache.run.session import Listeners, Plan, extend_start
     from wcache.run.session import run as run_engine
 
     notifier = Notifier.from_environment()
@@ -114,6 +114,7 @@ def _run(
             )
         from wcache.commands.bring_up import bring_up
 
+        extend_start(notifier, ready_timeout_s)
         bring_up(engine, engine.wish(command), paths, out)
     if mode is not Mode.OFF and engine is not None and engine.runs_ranks_in_order:
         gpus = _gpus_shown(paths, out, strict=strict)
@@ -164,7 +165,9 @@ class Scribe:
         self._said = False
 
     def ready(self, record: "Record") -> None:
-        """At the first token."""
+        """At the first token, or what takes its place."""
+        if record.tokenless:
+            self._out.warn(f"the engine counts as ready without a token: {record.tokenless}")
         self._say_outcome(record)
         self._show(record)
         self._save(record)
@@ -200,7 +203,7 @@ class Scribe:
         try:
             count(self._folder / "outcomes", record.outcome)
         except OSError as error:
-            self._out.warn(f"the outcome is not counted: {error.strerror}")
+            self._out.warn(f"the outcome is not counted: {_reason(error)}")
 
     def _save(self, record: "Record") -> None:
         from wcache.run.session import record_name
@@ -209,7 +212,11 @@ class Scribe:
         try:
             save(record, self._folder, record_name(record, os.getpid()))
         except OSError as error:
-            self._out.warn(f"the timeline is not written to {self._folder}: {error.strerror}")
+            self._out.warn(f"the timeline is not written to {self._folder}: {_reason(error)}")
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def _show_last(paths: InstancePaths, out: Output) -> None:

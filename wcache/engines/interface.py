@@ -64,6 +64,14 @@ class Probe:
     """An API key, say."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """For an engine that can not be asked for a token: it counts as ready when a phase is over."""
+
+    phase: str
+    """One that :attr:`Engine.marks` tells the end of."""
+
+
 class Engine(Protocol):
     """One kind of engine; stateless. Every name below is free of torch and of the engine."""
 
@@ -95,5 +103,5 @@ class Engine(Protocol):
         contradicts client mode, or asks for a feature that can not be had over a read-only map.
         """
 
-    def probe(self, argv: Sequence[str]) -> Probe | None:
-        """None for a command that serves no API; its own mark says then when it is ready."""
+    def probe(self, argv: Sequence[str]) -> Probe | Sign | None:
+        """How it is known that the engine serves; None where it says so itself, by an event."""

@@ -75,7 +75,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[Phase, ...]
     steps: tuple[Step, ...]
     ready_s: float | None
-    """Seconds to the first token; None when it never came."""
+    """Seconds to the first token, or to ``tokenless``; None when neither came."""
+    tokenless: str = ""
+    """Why the engine counts as ready though it gave no token; empty when it gave one."""
     exit_code: int | None = None
     """None while the engine runs."""
 
@@ -165,8 +167,12 @@ def save(record: Record, folder: Path, name: str) -> Path:
     """Writes ``folder/name.json``, so that a reader never sees half of it; drops the oldest."""
     folder.mkdir(parents=True, exist_ok=True)
     path, fresh = folder / f"{name}.json", folder / f".{name}.{os.getpid()}"
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
-    fresh.replace(path)
+    try:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     for old in records(folder)[:-KEPT_RECORDS]:
         old.unlink(missing_ok=True)
     return path

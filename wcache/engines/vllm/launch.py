@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from wcache.config import Loader
-from wcache.engines.interface import Launch, Mark, Probe, Wish
+from wcache.engines.interface import Launch, Mark, Probe, Sign, Wish
 from wcache.engines.orders import Orders
 from wcache.engines.vllm import versions
 from wcache.engines.vllm.arguments import Arguments
@@ -25,7 +25,7 @@ _REFUSED = {
 }
 _BUDGET = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 # Servers that are asked in other ways than over TCP with a completion.
-_NO_PROBE = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--headless", "--config", "--grpc")
+_NO_PROBE = ("--uds", "--ssl-keyfile", "--ssl-certfile", "--config", "--grpc")
 
 _MARKS = tuple(
     Mark(phase, re.compile(pattern))
@@ -94,21 +94,24 @@ class Vllm:
         added = () if asked == LOAD_FORMAT else ("--load-format", LOAD_FORMAT)
         return Launch(argv=(*argv, *added), environment=orders.environment())
 
-    def probe(self, argv: Sequence[str]) -> Probe | None:
+    def probe(self, argv: Sequence[str]) -> Probe | Sign:
         given = _arguments(argv)
+        if given.has("--headless"):
+            return Sign("init")  # an engine alone, which another node's server speaks for
         if any(given.has(option) for option in _NO_PROBE) or given.value("--runner") == "pooling":
-            return None
+            return Sign("server")
         name = given.value("--served-model-name") or given.model
-        if name is None:
-            return None
         key = given.value("--api-key") or os.environ.get("VLLM_API_KEY")
         return Probe(
             host=given.value("--host") or "",
             port=given.number("--port", _DEFAULT_PORT),
             path="/v1/completions",
-            body={"model": name, "prompt": "1", "max_tokens": 1, "temperature": 0},
+            body={
+                **({"model": name} if name else {}), "prompt": "1", "max_tokens": 1,
+                "temperature": 0,
+            },
             headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
+        )  # fmt: skip
 
 
 def _arguments(argv: Sequence[str]) -> Arguments:
