@@ -64,6 +64,26 @@ def test_sizes_are_read_in_every_spelling(options: str) -> None:
     assert wish.ranks == 24
 
 
+@pytest.mark.parametrize(
+    "options", ["--tensor-p 4 --por 81 --load-f wcache -qfp8", "--tensor_par=4 --por=81 -q fp8"]
+)
+def test_options_may_be_shortened_as_vllms_parser_takes_them(options: str) -> None:
+    command = ["vllm", "serve", "m", *options.split()]
+    assert VLLM.wish(command) == Wish(model="m", tp=4, quantization="fp8")
+    probe = VLLM.probe(command)
+    assert isinstance(probe, Probe)
+    assert probe.port == 81
+    assert VLLM.launch(command, Orders()).argv[-2:] == (
+        ("--load-format", "wcache") if "load" not in options else ("wcache", "-qfp8")
+    )
+
+
+@pytest.mark.parametrize("options", ["--load-f auto", "--load-for=auto", "--enable-epl"])
+def test_a_shortened_option_is_not_overridden_and_refused_as_the_whole_one_is(options: str) -> None:
+    with pytest.raises(UsageError, match=r"--load-format auto is given|--enable-eplb does not go"):
+        VLLM.launch(["vllm", "serve", "m", *options.split()], Orders())
+
+
 def test_the_last_of_two_values_counts_as_it_does_for_vllm() -> None:
     assert VLLM.wish(["vllm", "serve", "m", "-tp", "2", "-tp", "4"]).tp == 4
 
@@ -117,6 +137,11 @@ def test_a_disabled_plugin_is_found_before_the_start(
     with pytest.raises(UsageError, match="VLLM_PLUGINS") as raised:
         VLLM.launch(["vllm", "serve", "m"], Orders())
     assert f"VLLM_PLUGINS={way_out}," in raised.value.hint
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "0."])
+def test_offloading_nothing_is_let_pass(value: str) -> None:
+    assert VLLM.launch(["vllm", "serve", "m", "--cpu-offload-gb", value], Orders()).argv
 
 
 def test_an_enabled_plugin_is_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,14 +88,16 @@ def _run(
     out: Output,
 ) -> int:
     from wcache.daemon.notify import Notifier
-    from wcache.engines import engine_for
     from wcache.engines.interface import Launch
     from wcache.engines.orders import Orders
+    from wcache.engines.wrappers import find_engine
     from wcache.run.session import Listeners, Plan, extend_start
     from wcache.run.session import run as run_engine
 
     notifier = Notifier.from_environment()
-    engine = engine_for(command)
+    engine, begin = find_engine(command)
+    # What a wrapper of the engine is told is none of ours.
+    wrapper, bare = tuple(command[:begin]), command[begin:]
     strict = mode is Mode.DAEMON or on_mismatch is OnMismatch.FAIL
     orders = Orders(instance=paths.instance, on_mismatch="fail" if strict else "fallback")
     if engine is None:
@@ -105,7 +107,8 @@ def _run(
     elif engine is None:
         launch = Launch(argv=tuple(command), environment=orders.environment())
     else:
-        launch = engine.launch(command, orders)
+        launch = engine.launch(bare, orders)
+        launch = replace(launch, argv=(*wrapper, *launch.argv))
     if mode is Mode.DAEMON:
         if engine is None:
             raise UsageError(
@@ -115,7 +118,7 @@ def _run(
         from wcache.commands.bring_up import bring_up
 
         extend_start(notifier, ready_timeout_s)
-        bring_up(engine, engine.wish(command), paths, out)
+        bring_up(engine, engine.wish(bare), paths, out)
     if mode is not Mode.OFF and engine is not None and engine.runs_ranks_in_order:
         gpus = _gpus_shown(paths, out, strict=strict)
         launch = replace(launch, environment={**launch.environment, **gpus})
@@ -123,7 +126,7 @@ def _run(
         engine=engine,
         command=tuple(command),
         launch=launch,
-        probe=engine.probe(command) if engine is not None else None,
+        probe=engine.probe(bare) if engine is not None else None,
         instance=paths.instance,
         mode=mode.value,
         ready_timeout_s=ready_timeout_s,

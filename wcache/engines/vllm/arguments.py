@@ -13,6 +13,15 @@ SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size", "-q": "--quantization",
 }  # fmt: skip
+# Whatever wcache asks for. None of vLLM's own options is the beginning of one of these, so that
+# what is, and of one alone, is an abbreviation: vLLM's parser takes them, or says that it does not.
+LONG = (
+    "--api-key", "--config", "--cpu-offload-gb", "--data-parallel-size", "--dtype", "--enable-eplb",
+    "--enable-sleep-mode", "--gpu-memory-utilization", "--grpc", "--headless", "--host",
+    "--kv-cache-memory-bytes", "--load-format", "--model", "--pipeline-parallel-size", "--port",
+    "--quantization", "--revision", "--runner", "--served-model-name", "--ssl-certfile",
+    "--ssl-keyfile", "--tensor-parallel-size", "--uds", "--weight-transfer-config",
+)  # fmt: skip
 
 
 class Arguments:
@@ -38,10 +47,12 @@ class Arguments:
 
     def has(self, option: str) -> bool:
         """Whether ``option`` was given at all, with a value or as a flag."""
+        assert option in LONG
         return any(name == option or name.startswith(f"{option}.") for name in self._names())
 
     def value(self, option: str) -> str | None:
         """The value of ``option``, the last one where it is there twice; None without one."""
+        assert option in LONG
         found = None
         for index, argument in enumerate(self._options):
             name, equals, value = _split(argument)
@@ -65,13 +76,26 @@ class Arguments:
 
 
 def _split(argument: str) -> tuple[str, str, str]:
-    """(long name with hyphens, ``=`` or nothing, value); vLLM takes underscores for hyphens."""
+    """(whole long name with hyphens, ``=`` or nothing, value).
+
+    vLLM takes underscores for hyphens, and its parser the value of ``-q`` right behind it.
+    """
     if not argument.startswith("-"):
         return "", "", ""
     name, equals, value = argument.partition("=")
     if name.startswith("--"):
-        name = name.replace("_", "-")
+        # Behind a dot comes the name of a field, which is JSON's.
+        name, dot, field = name.partition(".")
+        return _whole(name.replace("_", "-")) + dot + field, equals, value
+    if argument.startswith("-q") and name != "-q":
+        return SHORT["-q"], "=", argument.removeprefix("-q")
     return SHORT.get(name, name), equals, value
+
+
+def _whole(name: str) -> str:
+    """What ``name`` is short for; itself when it is whole, none of ours, or short for several."""
+    found = [option for option in LONG if option.startswith(name)]
+    return found[0] if len(found) == 1 and len(name) > len("--") else name
 
 
 def _behind_server(argv: Sequence[str]) -> Sequence[str] | None:

@@ -78,7 +78,7 @@ class Vllm:
         _check_config(given)
         _check_plugins(os.environ.get(_PLUGINS))
         for option, reason in _REFUSED.items():
-            if given.has(option) and given.value(option) != "0":
+            if given.has(option) and not _is_zero(given.value(option)):
                 raise UsageError(
                     f"{option} does not go with cached weights: {reason}",
                     hint=f"leave {option} out, or use wcache run --mode off",
@@ -157,6 +157,10 @@ def _check_version(given: Arguments) -> None:
             hint=f"give it a budget without them: {_BUDGET[0]}, or {_BUDGET[1]}; vllm 0.32 and"
             " later are told of them",
         )
+
+
+def _is_zero(value: str | None) -> bool:
+    return re.fullmatch(r"0*\.?0*", value or "x") is not None
 
 
 def _has_gpus() -> bool:
