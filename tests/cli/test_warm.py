@@ -370,13 +370,16 @@ def test_a_killed_warm_is_gone_on_with(node: Node) -> None:
     assert digest(node) == before
     assert node.paths.config_file.read_bytes() == config
     told = node("status")
-    assert "generation 2 is loaded and not served: wcache warm goes on" in told.stderr
+    assert (
+        "generation 2 is loaded and not served: wcache warm with the same options goes on"
+        in told.stderr
+    )
     given_up = node("warm")
     assert "loaded and never served are given up" in given_up.stderr
     assert parts(node) == {1: "serving"}
     late = node("warm", "--model", model, "--timeout", "0.1")
     assert late.code == 3
-    assert "wcache warm again goes on with it" in late.stderr
+    assert "wcache warm with the same options goes on with it" in late.stderr
     wait_for(lambda: parts(node, 0).get(2) == parts(node, 1).get(2) == "staged", "all is loaded")
     # As if it had been killed between the two ranks.
     with Control.connect(node.paths.rank(0), "operator") as control:
@@ -464,6 +467,20 @@ def test_page_cache_reads_and_changes_nothing(node: Node) -> None:
     assert " of 1 file in " in done.stderr
     assert node.report().generations == before.generations
     assert load_config(node.paths.config_file).model.path == str(node.model)
+    for options in (["--dry-run"], []):
+        told = json.loads(node("warm", "--page-cache", "--json", *options).stdout)
+        assert (told["files"], told["seconds"] is None) == (1, bool(options))
+    assert node("warm", "3", "--page-cache").code == 4
+
+
+def test_what_rollback_leaves_is_told_as_json_too(node: Node) -> None:
+    assert node.up().code == 0
+    assert node("warm", "--model", other(node), "--keep-old").code == 0
+    for options in ([], ["--drop"]):
+        done = node("rollback", "--json", *options)
+        assert done.code == 0, done.stderr
+        (held,) = json.loads(done.stdout)["generations"]
+        assert (held["number"], held["role"]) == (1, "serving")
 
 
 def test_up_with_other_weights_names_warm_while_engines_use_the_old(node: Node) -> None:

@@ -21,11 +21,12 @@ from tests.changeover import (
 from tests.daemons import Daemon, Start, attach, connects, report
 from tests.places import Places
 from tests.processes import Store, end, wait_for
-from tests.publishing import content, head
+from tests.publishing import content, head, manifest, offered
 from wcache.config import LayoutSection
 from wcache.control import Control, RefusedError
 from wcache.daemon.roles import Record, Roles
 from wcache.errors import TryAgainError, WcacheError
+from wcache.fingerprint import held_from
 from wcache.memory.memfd import create_sealed
 from wcache.protocol import (
     AskLoad,
@@ -33,6 +34,8 @@ from wcache.protocol import (
     LoadFailed,
     LoadOrder,
     NothingToLoad,
+    Publish,
+    Published,
     Renew,
     StoreAgain,
     Stored,
@@ -363,6 +366,24 @@ def test_an_order_that_was_given_up_is_not_fulfilled(
     release(places, store, "staged")
     with Control.connect(places.rank(), "loader") as loader:
         loader.request(AskLoad(), NothingToLoad)
+
+
+def test_what_is_given_up_during_its_load_is_refused_in_these_words(
+    places: Places, store: Store, daemon: Daemon
+) -> None:
+    stage(places, store, B)
+    with Control.connect(places.rank(), "loader") as loader:
+        loader.request(AskLoad(), LoadOrder)
+        release(places, store, "staged")
+
+        described = manifest(fingerprint=held_from(B, 0))
+        with (
+            offered(described, [content(b"b")]) as fds,
+            pytest.raises(RefusedError, match="an operator gave them up while they were loaded"),
+        ):
+            loader.request(Publish(slabs=described.slabs), Published, fds)
+    assert held(places) == {1: "serving"}
+    assert "an operator gave them up" in report(places).problems[0]
 
 
 def test_served_weights_are_freed_only_when_nobody_uses_them(

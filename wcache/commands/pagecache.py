@@ -3,17 +3,33 @@
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from wcache.checkpoint.readahead import file_ranges, read_ahead, total_bytes
 from wcache.commands.candidate import candidate, checkpoint_of
 from wcache.commands.wanted import Args
 from wcache.config import Config, load_config
-from wcache.errors import OutOfMemoryError, WcacheError
+from wcache.errors import NoSuchRankError, OutOfMemoryError
 from wcache.memory.available import available_bytes
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
+from wcache.ranks import rank_words
 from wcache.units import duration, size
 
 _LABEL = "page cache"
+
+
+class ReadAhead(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of ``warm --page-cache --json``."""
+
+    version: int = 1
+    folder: str
+    files: int
+    bytes: int
+    available_bytes: int
+    """Memory that the page cache may take."""
+    seconds: float | None = None
+    """None where nothing was read, with ``--dry-run``."""
 
 
 def read(
@@ -46,8 +62,12 @@ def read(
             f"the page cache can not hold {what}: {size(room)} of memory is available",
             hint="the load reads it from the disk as well; name fewer ranks to read less",
         )
+    told = ReadAhead(
+        folder=str(checkpoint.path), files=len(ranges), bytes=nbytes, available_bytes=room
+    )
     if dry_run:
         out.say(f"{what} would be read, {size(room)} of memory is available")
+        out.data(told)
         return
     begun = time.monotonic()
     with out.bars([_LABEL]) as bars:
@@ -55,10 +75,14 @@ def read(
         seconds = time.monotonic() - begun
         speed = nbytes / max(seconds, 1e-6) / 1e9
         bars.end(_LABEL, f"{what} read in {duration(seconds)}, {speed:.2f} GB/s")
+    out.data(msgspec.structs.replace(told, seconds=seconds))
 
 
 def _ranks(config: Config, named: Sequence[int]) -> Sequence[int]:
     local = config.ranks.local_ranks()
     if unknown := [rank for rank in named if rank not in local]:
-        raise WcacheError(f"there is no rank {unknown[0]} in the configuration")
+        raise NoSuchRankError(
+            f"there is no rank {unknown[0]} in the configuration",
+            hint=f"this node has {rank_words(local)}",
+        )
     return list(named) or list(local)

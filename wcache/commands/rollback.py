@@ -1,7 +1,7 @@
 """``wcache rollback``: goes back to the weights of before, while they are still held."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -9,7 +9,7 @@ import typer
 
 from wcache.commands import orders, previous
 from wcache.commands.lock import hold
-from wcache.commands.options import InstanceOption, QuietOption
+from wcache.commands.options import InstanceOption, JsonOption, QuietOption
 from wcache.commands.overview import collect, tables
 from wcache.commands.write import write_config
 from wcache.config import Config, load_config
@@ -27,6 +27,7 @@ def rollback(
         bool, typer.Option("--drop", help="Go nowhere: free what is held and not served.")
     ] = False,
     instance: InstanceOption = "",
+    as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Go back to the weights of before the last switch, while they are held.
@@ -37,7 +38,7 @@ def rollback(
     """
     from wcache.supervise import supervisor_for
 
-    out = Output(quiet=quiet)
+    out = Output(as_json=as_json, quiet=quiet)
     paths = InstancePaths.of(check_instance_name(instance) if instance else "")
     supervisor = supervisor_for(paths.instance)
     with hold(paths, "wcache rollback"):
@@ -45,13 +46,14 @@ def rollback(
         if drop:
             up = [rank for rank, one in view(paths, ranks, supervisor).items() if one.is_up]
             _drop(paths, up, out)
-            return
-        current = load_config(paths.config_file)
-        local = current.ranks.local_ranks()
-        target = _target(view(paths, local, supervisor), paths)
-        _go_back(paths, local, current, target, out)
-    found = collect(paths, local, supervisor)
-    out.data(found, *tables(found))
+        else:
+            current = load_config(paths.config_file)
+            ranks = list(current.ranks.local_ranks())
+            target = _target(view(paths, ranks, supervisor), paths)
+            _go_back(paths, ranks, current, target, out)
+    found = collect(paths, ranks, supervisor)
+    # What was dropped is not in it, and has been said.
+    out.data(found, *(() if drop else tables(found)))
 
 
 def _drop(paths: InstancePaths, ranks: list[int], out: Output) -> None:
@@ -147,7 +149,7 @@ def _from_disk(paths: InstancePaths) -> str:
 
 
 def _go_back(
-    paths: InstancePaths, ranks: range, current: Config, target: Config, out: Output
+    paths: InstancePaths, ranks: Sequence[int], current: Config, target: Config, out: Output
 ) -> None:
     begun = time.monotonic()
     answers, errors = orders.try_all(

@@ -77,6 +77,8 @@ def verify(
     for result in results:
         table.add(result.rank, result.check, result.result, result.detail)
     out.data(verification, table)
+    if depth != "repair" and any((one.check, one.result) == ("digests", "bad") for one in results):
+        out.hint("wcache verify --repair reads what is damaged from disk again")
     raise typer.Exit(verification.exit_code)
 
 

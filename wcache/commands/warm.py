@@ -144,8 +144,8 @@ def _work(
             )
     except KeyboardInterrupt:
         out.say(
-            "loading goes on, and nothing is switched that was not: wcache warm goes on with it,"
-            " wcache rollback --drop gives it up"
+            "loading goes on, and nothing is switched that was not: wcache warm with the same"
+            " options goes on with it, wcache rollback --drop gives it up"
         )
         raise typer.Exit(INTERRUPTED) from None
     now = view(work.paths, [one.rank for one in plan.ranks], work.supervisor)

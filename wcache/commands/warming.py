@@ -148,8 +148,8 @@ class Warming:
             )  # fmt: skip
         except NotReadyError as error:
             error.hint = (
-                "loading goes on, and nothing is switched: wcache warm again goes on with it,"
-                " wcache rollback --drop gives it up"
+                "loading goes on, and nothing is switched: wcache warm with the same options goes"
+                " on with it, wcache rollback --drop gives it up"
             )
             raise
 

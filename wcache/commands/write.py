@@ -16,5 +16,6 @@ def write_config(config: Config, path: Path) -> None:
         ) from None
     except OSError as error:
         raise WcacheError(
-            f"{path} can not be written: {(error.strerror or str(error)).lower()}"
+            f"{path} can not be written: {(error.strerror or str(error)).lower()}",
+            hint="with room there, or with the file system writable, the same command goes on",
         ) from None

@@ -83,7 +83,8 @@ def not_now(rank: RankId) -> Refused:
     return Refused(
         reason="busy",
         message=f"other weights are being made ready for rank {rank}",
-        hint="wcache warm goes on with it, wcache rollback --drop gives it up",
+        hint="wcache warm with the same options goes on with them, wcache rollback --drop gives"
+        " them up",
     )
 
 

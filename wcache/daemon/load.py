@@ -17,6 +17,8 @@ class Load:
     peer: int
     pid: int
     generation: int
+    is_staging: bool = False
+    """An operator wants the weights beside those that are served, unless he changes his mind."""
     phase: str = "start"
     done_bytes: int = 0
     total_bytes: int = 0

@@ -192,7 +192,8 @@ class Rank:
         if nothing is not None:
             return nothing
         number = self._holdings.next_number
-        self._load = Load(peer=peer, pid=pid, generation=number)
+        is_staging = self._holdings.candidate is not None
+        self._load = Load(peer=peer, pid=pid, generation=number, is_staging=is_staging)
         self._step(RankEvent.LOAD_BEGUN)
         log.info("pid %d loads generation %d of %s", pid, number, config.model.path)
         return LoadOrder(generation=number, config=config)
@@ -216,8 +217,11 @@ class Rank:
             check_is_wanted(new, self._holdings.staging or self._wanted())
         except (ManifestError, ProtocolError) as error:
             close_all(fds)
-            self._end_load(f"what pid {self._load.pid} published is refused: {error.message}")
-            return Refused(reason="invalid", message=error.message, hint=error.hint)
+            why, hint = error.message, error.hint
+            if self._load.is_staging and self._holdings.candidate is None:
+                why, hint = "an operator gave them up while they were loaded", ""
+            self._end_load(f"the weights of pid {self._load.pid} are refused: {why}")
+            return Refused(reason="invalid", message=why, hint=hint)
         return self._take(new, self._holdings.candidate or self.config)
 
     def checked(self, peer: int, message: Checked) -> Published | AskAgain | Refused:

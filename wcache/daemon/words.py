@@ -39,7 +39,9 @@ def _count(held: Generation, leases: Collection[LeaseReport]) -> int:
 
 def left_over(holdings: Holdings, load: Load | None) -> str:
     """What an operator has begun and not finished; empty when there is nothing."""
-    way_out = "wcache warm goes on with it, wcache rollback --drop gives it up"
+    way_out = (
+        "wcache warm with the same options goes on with it, wcache rollback --drop gives it up"
+    )
     if holdings.staged is not None:
         return f"generation {holdings.staged.number} is loaded and not served: {way_out}"
     if holdings.candidate is not None and load is None:
