@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import pty
 import re
 import signal
 import socket
@@ -236,6 +237,40 @@ def test_a_process_that_never_stops_talking_does_not_outlive_its_engine(tmp_path
         ran = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=PATIENCE_S)
     assert ran.returncode == 5
     assert (tmp_path / "log").read_bytes().startswith(b"y\ny\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "code"),
+    [("read word; exit 4", b"word\n", 4), ("exec sleep 600", b"\x03", 130)],
+    ids=["an end of its own", "Ctrl-C"],
+)
+def test_an_engine_has_the_terminal_and_its_code_comes_back(
+    command: str, keys: bytes, code: int
+) -> None:
+    program = (
+        "import sys; from wcache.run.child import Child\n"
+        "with Child(['sh', '-c', sys.argv[1]], {'PATH': '/usr/bin:/bin'}) as child:\n"
+        "    print('started', flush=True)\n"
+        "    status = child.wait(lambda: False, lambda: None)\n"
+        "sys.exit(status)\n"
+    )
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", program, command])
+    pidfd = os.pidfd_open(pid)
+    try:
+        said = b""
+        while b"started" not in said:
+            said += os.read(terminal, 4096)
+        os.write(terminal, keys)
+        wait_for(lambda: _has_ended(pidfd), "the end")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    finally:
+        if not _has_ended(pidfd):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(pidfd)
+        os.close(terminal)
 
 
 def test_a_supervisor_hears_of_the_first_token_and_the_engine_never_of_the_supervisor(

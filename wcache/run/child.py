@@ -242,25 +242,36 @@ class _Terminal:
         """Stops this process when the child was stopped, and goes on with it."""
         if not self._is_ours:
             return
-        state = os.waitid(os.P_PID, self._group, os.WSTOPPED | os.WNOHANG)
+        try:
+            state = os.waitid(os.P_PID, self._group, os.WSTOPPED | os.WNOHANG)
+        except ChildProcessError:
+            return  # it has ended, and so can not be stopped any more
         if state is None or state.si_code != os.CLD_STOPPED:
             return
-        self._give(os.getpgrp())
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._give(self._group)
+        # It may have read before it was given the terminal; who is in the background stays there.
+        asks = state.si_status in (signal.SIGTTIN, signal.SIGTTOU)
+        if not (asks and self._give(self._group)):
+            self._give(os.getpgrp())
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._give(self._group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGCONT)
 
     def take_back(self) -> None:
         self._give(os.getpgrp())
 
-    def _give(self, group: int) -> None:
+    def _give(self, group: int) -> bool:
+        """False when neither we nor the child have the terminal: it is not ours to give."""
         if not self._is_ours:
-            return
+            return False
         # Whoever is not in the foreground is stopped for this call, unless the signal is ignored.
         before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         try:
-            with contextlib.suppress(OSError):
-                os.tcsetpgrp(0, group)
+            if os.tcgetpgrp(0) not in (os.getpgrp(), self._group):
+                return False
+            os.tcsetpgrp(0, group)
+        except OSError:
+            return False
         finally:
             signal.signal(signal.SIGTTOU, before)
+        return True
