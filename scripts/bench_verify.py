@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from wcache.memory import mixing
-from wcache.memory.digest import digests
+from wcache.memory.digest import digest, digests
 
 ALIGNMENT = 256
 # What torch's operations are given: at 20 times the time, all of it would take minutes.
@@ -59,7 +59,7 @@ def check(device: str) -> None:
     """All ways come to one digest, or no figure below means anything."""
     data = torch.randint(0, 256, ((8 << 20) + 3,), dtype=torch.uint8)
     there = data.to(device)
-    found = {digests([data])[0], digests([there])[0], digests([there], chunk_bytes=1 << 20)[0]}
+    found = {digest(data), digest(there), digest(there, chunk_bytes=1 << 20)}
     if len(found) != 1:
         sys.exit(f"digests differ: {found}")
 
@@ -71,13 +71,16 @@ def measure(device: str, nbytes: int, counts: list[int], repeat: int) -> None:
     for count in counts:
         each = nbytes // count // ALIGNMENT * ALIGNMENT
         if each:
-            runs = [data[start : start + each] for start in range(0, each * count, each)]
+            spans = [(start, each) for start in range(0, each * count, each)]
             total = each * count
-            row(device, total, count, "digest", lambda runs=runs: digests(runs), repeat, copied)
+            row(
+                device, total, count, "digest", lambda spans=spans: digests(data, spans), repeat,
+                copied,
+            )  # fmt: skip
     if device == "cpu":
         return
     few = data[:TORCH_BYTES]
-    row(device, len(few), 1, "torch", lambda: mixing.sums([(few, 0)]), repeat, copied)
+    row(device, len(few), 1, "torch", lambda: mixing.sums(few, [(0, len(few))]), repeat, copied)
 
 
 def copy_of(data: torch.Tensor) -> Callable[[], object]:

@@ -14,7 +14,7 @@ import time
 import torch
 
 import wcache
-from wcache.memory.digest import digests
+from wcache.memory.digest import digest
 
 PERIOD_S = 0.1
 
@@ -30,8 +30,8 @@ def main() -> None:
         }
 
         def looked() -> str:
-            found = zip(runs, digests(runs.values()), strict=True)
-            return hashlib.sha256(repr(list(found)).encode()).hexdigest()
+            found = [(name, digest(run)) for name, run in runs.items()]
+            return hashlib.sha256(repr(found).encode()).hexdigest()
 
         first = looked()
         looks, changed, last_s = 1, 0, 0.0

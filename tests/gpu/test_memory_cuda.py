@@ -1,10 +1,12 @@
 """What GPU memory does beyond any memory: contexts, UUIDs, kinds of access, the digest."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -208,24 +210,101 @@ def test_the_digest_is_the_hosts(memory: CudaMemory) -> None:
     generator = torch.Generator().manual_seed(3)
     data = torch.randint(0, 256, (40 * MIB + 5,), dtype=torch.uint8, generator=generator)
     assert digest(data.to(memory.device)) == digest(data)
-    runs = [data[:n] for n in (0, 1, 8, 4096, 33 * MIB)]
-    assert digests([run.to(memory.device) for run in runs]) == digests(runs)
-    assert digests([data, data.to(memory.device)]) == [digest(data)] * 2
+
+
+def kernel_sums(content: torch.Tensor, spans: list[tuple[int, int]]) -> list[int]:
+    offsets, sizes = torch.tensor(spans, dtype=torch.int64).unbind(1)
+    found = mix_kernel.sums(content, offsets, sizes)
+    assert found is not None
+    return found.tolist()
 
 
 def test_the_kernel_and_torch_come_to_the_same_sums(memory: CudaMemory) -> None:
     """Lengths around a word, a pair of words and a block; places on 16 bytes, 8, and neither."""
-    data = torch.randint(0, 256, (3 * MIB + 5,), dtype=torch.uint8).to(memory.device)
+    host = torch.randint(0, 256, (3 * MIB + 5,), dtype=torch.uint8)
+    data = host.to(memory.device)
     block = mix_kernel._BLOCK_BYTES
     lengths = (0, 1, 7, 8, 9, 15, 16, 17, block - 8, block, block + 1, 2 * block + 24, 2 * MIB + 3)
-    runs = [
-        (data[start : start + length], 3 * length + start)
-        for start in (0, 8, 1, 16)
-        for length in lengths
+    spans = [(start, length) for start in (0, 8, 1, 16) for length in lengths]
+    found = kernel_sums(data, spans)
+    assert found == mixing.sums(data, spans).tolist() == mixing.sums(host, spans).tolist()
+
+
+def odd_spans(content_bytes: int, count: int) -> list[tuple[int, int]]:
+    """Spans anywhere, most of them small; no two are the same, so nor are their sums."""
+    chosen = random.Random(11)
+    block = mix_kernel._BLOCK_BYTES
+    spans: set[tuple[int, int]] = set()
+    while len(spans) < count:
+        most = chosen.choice([9, 100, 4096, 4096, block + 9, 3 * block])
+        length = chosen.randint(1, most)
+        spans.add((chosen.randint(0, content_bytes - length), length))
+    return chosen.sample(sorted(spans), count)
+
+
+def test_each_of_many_odd_spans_has_the_digest_of_its_own_bytes(memory: CudaMemory) -> None:
+    """Not those of the span beside it in the table, nor of one that begins or ends a byte away."""
+    host = torch.randint(0, 256, (8 * MIB + 13,), dtype=torch.uint8)
+    # Begins on no word, as a tensor within another may.
+    content = host.to(memory.device)[5:]
+    spans = odd_spans(content.numel(), 3000)
+    spans += [(0, content.numel()), (content.numel() - 1, 1), (content.numel(), 0)]
+    found = digests(content, spans)
+    # Each alone, through a tensor of its own, by torch's operations on the other device.
+    alone = [digest(host[5 + offset : 5 + offset + length].clone()) for offset, length in spans]
+    assert found == alone
+    assert kernel_sums(content, spans) == mixing.sums(content, spans).tolist()
+    wrong = [
+        (max(offset - 1, 0), length) if length % 2 else (offset, length - 1)
+        for offset, length in spans
+        if length and offset
     ]
-    found = mix_kernel.sums(runs)
-    assert found is not None
-    assert found == mixing.sums(runs) == mixing.sums([(run.cpu(), at) for run, at in runs])
+    right = [one for one, (offset, length) in zip(found, spans, strict=True) if length and offset]
+    # A single byte may be that beside it, so a few may be the same by chance.
+    same = sum(one == two for one, two in zip(digests(content, wrong), right, strict=True))
+    assert same < 50
+
+
+def test_a_changed_byte_changes_the_digests_of_the_spans_that_have_it(
+    memory: CudaMemory,
+) -> None:
+    content = torch.randint(0, 256, (2 * MIB,), dtype=torch.uint8).to(memory.device)
+    spans = odd_spans(content.numel(), 2000)
+    before = digests(content, spans)
+    offset, length = max(spans, key=itemgetter(1))
+    for place in (offset, offset + length // 2, offset + length - 1):
+        content[place] ^= 128
+        after = digests(content, spans)
+        changed = {
+            n for n, pair in enumerate(zip(before, after, strict=True)) if len(set(pair)) > 1
+        }
+        having = {n for n, (start, size) in enumerate(spans) if start <= place < start + size}
+        assert changed == having
+        content[place] ^= 128
+
+
+def test_twenty_thousand_storages_of_slabs_are_digested_at_once(
+    memory: CudaMemory, create: Create
+) -> None:
+    """As wcache verify has them: storages of odd lengths, each from a multiple of 256 bytes on."""
+    slabs = [create(16 * MIB) for _ in range(2)]
+    mapping = memory.map(slabs, Access.WRITE)
+    content = mapping.tensor()
+    host = torch.randint(0, 256, (32 * MIB,), dtype=torch.uint8)
+    content.copy_(host)
+    spans = [(1536 * n, 1281 + n % 256) for n in range(20_000)]
+    assert digests(content, spans) == digests(host, spans)
+    del content
+    mapping.close()
+
+
+@pytest.mark.parametrize("span", [(-1, 5), (0, MIB + 1), (MIB - 4, 5), (1 << 62, 1 << 62)])
+def test_the_kernel_is_not_asked_for_what_lies_outside(
+    memory: CudaMemory, span: tuple[int, int]
+) -> None:
+    content = torch.zeros(MIB, dtype=torch.uint8, device=memory.device)
+    with pytest.raises(ValueError, match="a span"):
+        digests(content, [(0, MIB), span])
 
 
 def test_without_a_compiler_the_digest_is_the_same(
@@ -240,7 +319,7 @@ def test_without_a_compiler_the_digest_is_the_same(
     monkeypatch.setattr(driver, "compile_kernel", refuse)
     mix_kernel._compiled.cache_clear()
     try:
-        assert mix_kernel.sums([(data, 0)]) is None
+        assert mix_kernel.sums(data, torch.tensor([0]), torch.tensor([len(data)])) is None
         assert digest(data) == whole
     finally:
         mix_kernel._compiled.cache_clear()

@@ -1,7 +1,7 @@
 """The digest sees every change that a damaged or exchanged weight could be."""
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from wcache.errors import WcacheError
 from wcache.memory import driver, mix_kernel, mixing
-from wcache.memory.digest import digest, digests, finish, partial
+from wcache.memory.digest import Parts, digest, digests, finish
+from wcache.memory.threads import in_threads
 
 pytestmark = pytest.mark.unit
 
@@ -126,51 +127,92 @@ def test_bytes_that_lie_on_no_word_have_the_same_digest(offset: int) -> None:
     assert digest(shifted, chunk_bytes=64) == digest(data)
 
 
-def test_many_runs_at_once_have_the_digests_that_they_have_alone() -> None:
-    data = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (5000, 0, 7, 8, 4096, 9999)]
-    assert digests(data, chunk_bytes=512) == [digest(tensor) for tensor in data]
-    assert digests([]) == []
+@given(data=st.binary(max_size=300), chunk_bytes=CHUNK_BYTES, cuts=st.data())
+def test_spans_have_the_digests_of_what_lies_in_them(
+    data: bytes, chunk_bytes: int, cuts: st.DataObject
+) -> None:
+    """Wherever they begin and end, in whatever order, and where they lie on each other."""
+    places = st.integers(0, len(data))
+    pairs = cuts.draw(st.lists(st.tuples(places, places).map(sorted), max_size=8))
+    spans = [(begin, end - begin) for begin, end in pairs]
+    expected = [reference(data[begin:end]) for begin, end in pairs]
+    assert digests(run(data), spans, chunk_bytes=chunk_bytes) == expected
+    assert digests(run(data), spans) == expected
+
+
+@pytest.mark.parametrize(
+    "span", [(-1, 5), (3, -1), (0, 101), (101, 0), (96, 5), (1 << 62, 1 << 62), (100, 1 << 63 - 1)]
+)
+def test_a_span_that_reaches_out_of_the_content_is_refused(span: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="a span"):
+        digests(run(bytes(100)), [(0, 100), span, (100, 0)])
+
+
+def _threads_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+
+    def recorded(count: int, work: Callable[[], object]) -> list[object]:
+        counts.append(count)
+        return in_threads(count, work)
+
+    monkeypatch.setattr(mixing, "in_threads", recorded)
+    return counts
 
 
 def test_threads_that_share_the_work_come_to_the_same_digests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = (100_003, 0, 16, 70_000, 5, 65_536)
-    data = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
-    alone = [reference(bytes(tensor.tolist())) for tensor in data]
+    data = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
+    spans = [(sum(sizes[:n]), size) for n, size in enumerate(sizes)]
+    alone = [reference(bytes(data[at : at + n].tolist())) for at, n in spans]
     threads_before = torch.get_num_threads()
     monkeypatch.setattr(mixing, "_TASK_BYTES", 4096)
-    pools: list[int] = []
-    monkeypatch.setattr(mixing, "ThreadPoolExecutor", _Recorded(pools, ThreadPoolExecutor).make)
+    counts = _threads_recorded(monkeypatch)
     try:
         torch.set_num_threads(3)
-        assert digests(data) == alone
+        assert digests(data, spans) == alone
     finally:
         torch.set_num_threads(threads_before)
-    assert pools == [3]
+    assert counts == [3]
 
 
-class _Recorded:
-    def __init__(self, counts: list[int], kind: type) -> None:
-        self.counts, self.kind = counts, kind
+def test_operations_stay_in_the_thread_that_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone in its thread, or small enough for torch not to spread it over its own threads."""
+    seen: set[tuple[bool, int]] = set()
+    mixed = mixing.Workspace._mixed
 
-    def make(self, threads: int, **options: str) -> object:
-        self.counts.append(threads)
-        return self.kind(threads, **options)
+    def watched(self: mixing.Workspace, words: torch.Tensor, first: int) -> torch.Tensor:
+        seen.add((torch.get_num_threads() == 1, words.numel()))
+        return mixed(self, words, first)
+
+    monkeypatch.setattr(mixing.Workspace, "_mixed", watched)
+    threads_before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        digests(torch.zeros(32 << 20, dtype=torch.uint8), [(0, 32 << 20)])
+        assert seen == {(True, mixing._CPU_CHUNK_BYTES // 8)}
+        seen.clear()
+        digest(torch.zeros(4 << 20, dtype=torch.uint8))
+    finally:
+        torch.set_num_threads(threads_before)
+    assert len(seen) == 2  # whole chunks, and what is left of them
+    assert all(not is_alone and words < 32_768 for is_alone, words in seen)
 
 
 @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 37), max_size=5))
 def test_parts_in_any_order_add_up_to_the_digest(data: bytes, cuts: list[int]) -> None:
     ends = [*sorted({cut * 8 for cut in cuts if cut * 8 < len(data)}), len(data)]
     starts = [0, *ends[:-1]]
-    parts = [partial(run(data[a:b]), a) for a, b in zip(starts, ends, strict=True)]
+    thread = Parts()
+    parts = [thread.sum(run(data[a:b]), a) for a, b in zip(starts, ends, strict=True)]
     assert finish(sum(reversed(parts)), len(data)) == reference(data)
 
 
 @pytest.mark.parametrize("offset", [-8, 1, 12])
 def test_a_part_that_begins_within_a_word_is_refused(offset: int) -> None:
     with pytest.raises(ValueError, match="does not begin with a word"):
-        partial(run(b"content"), offset)
+        Parts().sum(run(b"content"), offset)
 
 
 def test_a_kernel_that_can_not_be_compiled_is_tried_once(

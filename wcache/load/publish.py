@@ -109,7 +109,7 @@ def digested(
     storages: list[Storage] = []
     done = 0
     for batch in _batches(spans):
-        found = digests(content[offset : offset + nbytes] for offset, nbytes in batch)
+        found = digests(content, batch)
         storages += [Storage(*span, digest) for span, digest in zip(batch, found, strict=True)]
         done += sum(nbytes for _, nbytes in batch)
         progress(done)

@@ -18,7 +18,7 @@ from wcache.load.reading.staging import Slot, keep, scale_rows
 from wcache.load.reading.workers import work, worker_count
 from wcache.manifest import DTYPE_BYTES
 from wcache.memory import driver
-from wcache.memory.digest import finish, partial
+from wcache.memory.digest import Parts, finish
 from wcache.memory.host import HostMapping
 from wcache.memory.slab import Mapping
 
@@ -143,6 +143,7 @@ class _Lane:
         self._view = self._host.buffer() if self._host is not None else None
         self._files = files
         self._slots: list[Slot] = []
+        self._parts = Parts()
         self.sums: dict[Span, int] = {}
         """By storage, what its pieces add to its digest."""
         if self._content.is_cuda:
@@ -197,7 +198,7 @@ class _Lane:
         if span not in self._files.in_words:
             return
         part = self._content[piece.place : piece.place + piece.nbytes]
-        total = partial(part, piece.place - piece.target.offset)
+        total = self._parts.sum(part, piece.place - piece.target.offset)
         self.sums[span] = self.sums.get(span, 0) + total
 
 

@@ -1,11 +1,12 @@
 """Sums of mixed words (:mod:`wcache.memory.digest`) by torch's own operations, on any device."""
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
-from operator import itemgetter
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+
+from wcache.memory.threads import in_threads
 
 WORD_BYTES = 8
 MASK = (1 << 64) - 1
@@ -20,60 +21,73 @@ SHIFTS = (32, 29, 32)
 # What is worked on at a time should stay in the cache. On a GPU a chunk is as large as the
 # launches of its fourteen operations need it to be.
 #
-# On the CPU it is small enough for torch to do each operation in the calling thread (it spreads
-# operations over its pool from 32,768 elements on). Threads of our own, with chunks of their own,
-# meet once at the end; torch's meet after every operation, and where the cores are shared with
-# others each meeting waits for the one that is not running: 0.05 GB/s instead of 3 (measured).
-_CPU_CHUNK_BYTES = 240 << 10
+# On the CPU threads of our own, with chunks of their own, meet once at the end. Torch's threads
+# meet after every operation, and where the cores are shared with others each meeting waits for the
+# one that is not running: 0.05 GB/s instead of 3 (measured). So an operation must stay in the
+# thread that calls it: because torch was told so (in_threads, read_plan), or else because the chunk
+# is so small that torch does not spread it (it does from 32,768 elements on). With small chunks
+# threads wait for Python's lock: 240 KiB make 2.56 GB/s in one thread and 3.13 in two on two cores,
+# 480 KiB 2.77 and 4.33, 1 MiB 2.90 and 5.32, 2 MiB 2.90 and 5.52; in read_plan, which reads the
+# bytes before, 1.9, 2.4, 2.7 and 2.6. Half of the time goes into two multiplications and the first
+# addition; to take the shifts by 32 as 32-bit words saved 3 %, and was not worth its lines.
+_CPU_CHUNK_BYTES = 1 << 20
+_UNSPREAD_CHUNK_BYTES = 240 << 10
 _CUDA_CHUNK_BYTES = 16 << 20
 _TASK_BYTES = 8 << 20
-# Python's lock is held for a fifth of an operation, so more threads would only wait for it.
-_MAX_THREADS = 8
+# Python's lock is held for a fifteenth of the time (20 of 330 us), so more would only wait for it.
+_MAX_THREADS = 12
 
-Run = tuple[torch.Tensor, int]
-"""A contiguous uint8[n], and the position, in words, of its first word."""
-
-
-def sums(runs: Iterable[Run], *, chunk_bytes: int | None = None) -> list[int]:
-    """The sum of the mixed words of each run, modulo 2**64."""
-    tasks = [
-        (number, data, position)
-        for number, run in enumerate(runs)
-        for data, position in _pieces(*run)
-    ]
-    on_cpu = all(data.device.type == "cpu" for _, data, _ in tasks)
-    threads = min(_MAX_THREADS, torch.get_num_threads(), len(tasks)) if on_cpu else 1
-    total_bytes = sum(data.numel() for _, data, _ in tasks)
-    if threads > 1 and total_bytes > _TASK_BYTES:
-        with ThreadPoolExecutor(threads, thread_name_prefix="wcache-digest") as pool:
-            found = list(pool.map(lambda share: _work(share, chunk_bytes), _shares(tasks)))
-            totals = [pair for pairs in found for pair in pairs]
-    else:
-        totals = _work(tasks, chunk_bytes)
-    # Every run has one piece at least, and its pieces follow each other.
-    return [
-        sum(value for _, value in group) & MASK for _, group in groupby(totals, key=itemgetter(0))
-    ]
+Span = tuple[int, int]
+"""Offset and length of a run, in bytes."""
 
 
-Task = tuple[int, torch.Tensor, int]
+def sums(
+    content: torch.Tensor, spans: Sequence[Span], *, chunk_bytes: int | None = None
+) -> torch.Tensor:
+    """The sum of the mixed words of each of ``spans`` of ``content``, uint8[n], on any device.
+
+    Returns int64[len(spans)] on the CPU, to be read modulo 2**64.
+    """
+    on_cpu = content.device.type == "cpu"
+    shares = deque(_shares(_tasks(spans, _TASK_BYTES if on_cpu else None)))
+    threads = min(_MAX_THREADS, torch.get_num_threads(), len(shares)) if on_cpu else 1
+
+    def work() -> tuple[list[int], torch.Tensor]:
+        return _work(content, _taken(shares), chunk_bytes)
+
+    found = in_threads(threads, work) if threads > 1 else [work()]
+    totals = torch.zeros(len(spans), dtype=torch.int64)
+    for numbers, parts in found:
+        totals.index_add_(0, torch.tensor(numbers, dtype=torch.int64), parts)
+    return totals
 
 
-def _pieces(data: torch.Tensor, position: int) -> Iterator[Run]:
-    if data.device.type != "cpu" or data.numel() <= _TASK_BYTES:
-        yield data, position
-        return
-    for start in range(0, data.numel(), _TASK_BYTES):
-        yield data[start : start + _TASK_BYTES], position + start // WORD_BYTES
+class Task(NamedTuple):
+    """Words of one run."""
+
+    number: int
+    """Of the run."""
+    start: int
+    """Byte of the content."""
+    nbytes: int
+    position: int
+    """Of the first word, within the run."""
 
 
-def _shares(tasks: list[Task]) -> Iterator[list[Task]]:
-    """Small pieces together, so that a thread is not woken for each of thousands."""
+def _tasks(spans: Iterable[Span], most_bytes: int | None) -> Iterator[Task]:
+    for number, (offset, nbytes) in enumerate(spans):
+        step = most_bytes or nbytes
+        for done in range(0, nbytes, step or 1):
+            yield Task(number, offset + done, min(step, nbytes - done), done // WORD_BYTES)
+
+
+def _shares(tasks: Iterable[Task]) -> Iterator[list[Task]]:
+    """Small pieces together, so that a thread has not to ask for each of thousands."""
     share: list[Task] = []
     nbytes = 0
     for task in tasks:
         share.append(task)
-        nbytes += task[1].numel()
+        nbytes += task.nbytes
         if nbytes >= _TASK_BYTES:
             yield share
             share, nbytes = [], 0
@@ -81,34 +95,58 @@ def _shares(tasks: list[Task]) -> Iterator[list[Task]]:
         yield share
 
 
-def _work(tasks: list[Task], chunk_bytes: int | None) -> list[tuple[int, int]]:
-    """(number, sum) of each task, after one wait for the device."""
-    workspaces: dict[torch.device, _Workspace] = {}
+def _taken(shares: deque[list[Task]]) -> Iterator[Task]:
+    """The tasks of shares that no other thread has taken."""
+    while True:
+        try:
+            share = shares.popleft()
+        except IndexError:
+            return
+        yield from share
+
+
+def _work(
+    content: torch.Tensor, tasks: Iterable[Task], chunk_bytes: int | None
+) -> tuple[list[int], torch.Tensor]:
+    """Numbers of the runs and the sums, int64[n] on the CPU; a GPU is waited for once."""
+    workspace = Workspace(content.device, chunk_bytes)
+    numbers: list[int] = []
     totals: list[torch.Tensor] = []
-    for _, data, position in tasks:
-        workspace = workspaces.get(data.device)
-        if workspace is None:
-            workspace = workspaces[data.device] = _Workspace(data.device, chunk_bytes)
-        totals.append(workspace.total(data, position))
-    numbers = (number for number, _, _ in tasks)
-    return list(zip(numbers, _values(totals), strict=True))
+    for task in tasks:
+        numbers.append(task.number)
+        data = content[task.start : task.start + task.nbytes]
+        totals.append(workspace.total(data, task.position))
+    return numbers, torch.stack(totals).cpu() if totals else torch.empty(0, dtype=torch.int64)
 
 
-class _Workspace:
-    """Buffers on one device, as large as the largest chunk that has been asked for.
+def mix(values: torch.Tensor, shifted: torch.Tensor) -> None:
+    """Mixes int64[n] in place; ``shifted``, of the same shape, is overwritten."""
+    for shift, factor in zip(SHIFTS, (FIRST, SECOND, None), strict=True):
+        # torch shifts signed words, and so copies the sign into the bits that come free: they
+        # would all cancel the sign itself, and two flipped sign bits would go unseen.
+        torch.bitwise_right_shift(values, shift, out=shifted)
+        values.bitwise_xor_(shifted.bitwise_and_(MASK >> shift))
+        if factor is not None:
+            values.mul_(signed(factor))
+
+
+class Workspace:
+    """Buffers on one device, for one thread, as large as the largest chunk that was asked for.
 
     Three of them: on a GPU that an engine has filled, verifying has to make do with little memory.
+    To make them anew for every few MiB costs 6 % on a CPU (measured).
     """
 
-    def __init__(self, device: torch.device, chunk_bytes: int | None) -> None:
+    def __init__(self, device: torch.device, chunk_bytes: int | None = None) -> None:
         if chunk_bytes is None:
-            chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
+            chunk_bytes = _default_chunk_bytes(device)
         self._words = max(1, chunk_bytes // WORD_BYTES)
         self._device = device
         self._buffers = torch.empty((3, 0), dtype=torch.int64, device=device)
 
     def total(self, data: torch.Tensor, position: int) -> torch.Tensor:
-        """The sum of all mixed words as int64[] on the device, without waiting for it."""
+        """The sum of all mixed words of ``data``, contiguous uint8[n] on the device, the first of
+        which is at ``position``: int64[] on the device, without waiting for it."""
         whole, rest = divmod(data.numel(), WORD_BYTES)
         self._grow(min(self._words, whole + 1))
         if 0 < whole <= self._words and not rest:
@@ -129,21 +167,15 @@ class _Workspace:
         # The first buffer holds what the position adds to the words of a chunk at position 0.
         self._buffers = torch.empty((3, words), dtype=torch.int64, device=self._device)
         torch.arange(words, out=self._buffers[0])
-        self._buffers[0].mul_(_signed(STEP))
+        self._buffers[0].mul_(signed(STEP))
 
     def _mixed(self, words: torch.Tensor, first: int) -> torch.Tensor:
         """The sum of ``words``, the first of which is at position ``first``, after mixing."""
         steps, mixed, shifted = self._buffers[:, : words.numel()].unbind()
         torch.add(words, steps, out=mixed)
         if first:
-            mixed.add_(_signed(first * STEP))
-        for shift, factor in zip(SHIFTS, (FIRST, SECOND, None), strict=True):
-            # torch shifts signed words, and so copies the sign into the bits that come free: they
-            # would all cancel the sign itself, and two flipped sign bits would go unseen.
-            torch.bitwise_right_shift(mixed, shift, out=shifted)
-            mixed.bitwise_xor_(shifted.bitwise_and_(MASK >> shift))
-            if factor is not None:
-                mixed.mul_(_signed(factor))
+            mixed.add_(signed(first * STEP))
+        mix(mixed, shifted)
         return mixed.sum()
 
 
@@ -155,14 +187,13 @@ def _words(data: torch.Tensor, first: int, count: int) -> torch.Tensor:
     return piece.view(torch.int64)
 
 
-def _values(totals: list[torch.Tensor]) -> list[int]:
-    """Fetches the sums, with one transfer where they are all on one device."""
-    if len({total.device for total in totals}) == 1:
-        return [int(value) for value in torch.stack(totals).tolist()]
-    return [int(total.item()) for total in totals]
+def _default_chunk_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return _CUDA_CHUNK_BYTES
+    return _CPU_CHUNK_BYTES if torch.get_num_threads() == 1 else _UNSPREAD_CHUNK_BYTES
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """``value`` modulo 2**64 as torch's int64 holds it."""
     value &= MASK
     return value - (1 << 64) if value >> 63 else value

@@ -27,9 +27,8 @@ def damaged(manifest: Manifest, content: "torch.Tensor", progress: Progress) -> 
     progress("digest", done, total)
     for batch in _batches(manifest):
         storages = [manifest.storages[index] for index in batch]
-        runs = (content[one.offset : one.offset + one.nbytes] for one in storages)
         with gpu_room():
-            computed = digests(runs)
+            computed = digests(content, [(one.offset, one.nbytes) for one in storages])
         bad += [
             index
             for index, one, digest in zip(batch, storages, computed, strict=True)

@@ -239,7 +239,7 @@ class _Repair:
             content = mapping.tensor()
             storages = [self._manifest.storages[number] for number in touched]
             with gpu_room():
-                found = digests(content[s.offset : s.offset + s.nbytes] for s in storages)
+                found = digests(content, [(one.offset, one.nbytes) for one in storages])
         finally:
             mapping.close()
         for number, storage, digest in zip(touched, storages, found, strict=True):
