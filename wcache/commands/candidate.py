@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from wcache import devices
-from wcache.checkpoint import Checkpoint, identify
+from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.commands import previous as previous_config
 from wcache.commands.wanted import Args, Wanted, from_config, from_model
 from wcache.config import Config
@@ -28,27 +28,28 @@ def candidate(args: Args, old: Config, paths: InstancePaths, *, previous: bool) 
             "the first engine publishes the weights of this instance: there is nothing to read",
             hint=_PUBLISHED,
         )
+    identities = IdentityCache(paths.identity_folder)
     if not any((args.model, args.revision, args.dtype, args.quantization)):
-        return _as_configured(old)
+        return _as_configured(old, identities)
     if args.model is None and args.revision is not None and old.model.hub_id is None:
         raise UsageError(
             "--revision needs --model",
             hint=f"the configured model is a folder and has no revisions: {old.model.path}",
         )
-    return _chosen(args, old)
+    return _chosen(args, old, identities)
 
 
-def _as_configured(old: Config) -> Wanted:
+def _as_configured(old: Config, identities: IdentityCache) -> Wanted:
     if old.model.content is not None:
         return Wanted(config=old, checkpoint=None)
     # Without it any checkpoint would do: a doubt is a mismatch.
     found = from_config(old).checkpoint
     assert found is not None
-    model = msgspec.structs.replace(old.model, content=identify(found).digest)
+    model = msgspec.structs.replace(old.model, content=identities.identify(found).digest)
     return Wanted(config=msgspec.structs.replace(old, model=model), checkpoint=found)
 
 
-def _chosen(args: Args, old: Config) -> Wanted:
+def _chosen(args: Args, old: Config, identities: IdentityCache) -> Wanted:
     """What was not said stays as it is configured."""
     model, revision = args.model, args.revision
     if model is None:
@@ -64,7 +65,7 @@ def _chosen(args: Args, old: Config) -> Wanted:
         **msgspec.structs.asdict(old.layout),
     )
     visible = devices.visible_gpus() if old.memory.device == "cuda" else ()
-    return from_model(filled, model, old, visible)
+    return from_model(filled, model, old, visible, identities=identities)
 
 
 def _previous(args: Args, old: Config, paths: InstancePaths) -> Config:
@@ -84,13 +85,14 @@ def _previous(args: Args, old: Config, paths: InstancePaths) -> Config:
     return msgspec.structs.replace(found, access=old.access)
 
 
-def checkpoint_of(wanted: Wanted) -> Checkpoint:
+def checkpoint_of(wanted: Wanted, paths: InstancePaths) -> Checkpoint:
     """The checkpoint to load; raises :class:`MismatchError` when it is not the one that the
     configuration was written for."""
     if wanted.checkpoint is not None:
         return wanted.checkpoint
     try:
-        found = from_config(wanted.config).checkpoint
+        identities = IdentityCache(paths.identity_folder)
+        found = from_config(wanted.config, identities=identities).checkpoint
     except MismatchError as error:
         error.hint = f"wcache warm --model {wanted.config.model.path} takes what is there now"
         raise

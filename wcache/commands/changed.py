@@ -65,6 +65,7 @@ def _outlook(
     config: Config,
     out: Output,
 ) -> str:
+    from wcache.checkpoint import IdentityCache
     from wcache.commands.job import Free, needs
     from wcache.commands.rollout import check_memory
     from wcache.commands.wanted import from_config
@@ -72,7 +73,7 @@ def _outlook(
 
     held = sum(views[rank].held_bytes for rank in ranks)
     try:
-        wanted = from_config(config)
+        wanted = from_config(config, identities=IdentityCache(instance.identity_folder))
         taken = [need for need in needs(wanted.checkpoint, config, out) if need.rank in ranks]
         check_memory(taken, Free(), views, Others(instance))
     except WcacheError as error:

@@ -48,7 +48,7 @@ def read(
     from wcache.load.placement import plan
 
     wanted = candidate(args, load_config(paths.config_file), paths, previous=previous)
-    checkpoint, config = checkpoint_of(wanted), wanted.config
+    checkpoint, config = checkpoint_of(wanted, paths), wanted.config
     ranges = file_ranges(
         target.source
         for rank in _ranks(config, ranks)
