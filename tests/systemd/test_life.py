@@ -1,13 +1,18 @@
 """A rank's life under systemd: stopped, failed, rebooted, misconfigured, masked, logged."""
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 
+from tests.checkpoints import write_checkpoint
 from tests.processes import wait_for
 from tests.systemd.conftest import write_model
-from tests.systemd.lab import Lab, daemon, engine, loader
+from tests.systemd.lab import Done, Lab, daemon, engine, loader
+from wcache.errors import NoSuchRankError
 
 pytestmark = pytest.mark.systemd
 
@@ -146,6 +151,88 @@ def test_a_restart_does_not_wait_for_a_loader_that_hangs(lab: Lab, instance: str
     finally:
         lab.path(f"{folder}/hang.conf").unlink()
         lab.systemctl("daemon-reload")
+
+
+@pytest.fixture(scope="module")
+def large(lab: Lab) -> str:
+    """A checkpoint whose load can be met; the lab and all that is in it is temporary."""
+    tensors = {
+        f"layer.{index}.weight": torch.full((4096, 4096), float(index), dtype=torch.bfloat16)
+        for index in range(16)
+    }
+    folder = write_checkpoint(lab.models / "large", tensors)
+    (folder / "model.safetensors").chmod(0o644)
+    return "/srv/models/large"
+
+
+def reads(lab: Lab, instance: str) -> bool:
+    """The rank's loader is at it."""
+    with contextlib.suppress(NoSuchRankError):
+        found = lab.report(0, instance)
+        progress = found.progress if found else None
+        return progress is not None and progress.phase == "read" and progress.done_bytes > 0
+    return False
+
+
+@contextlib.contextmanager
+def up_until_it_reads(lab: Lab, instance: str, model: str) -> "Iterator[Future[Done]]":
+    """``wcache up``, which is waited for at the end."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            lambda: lab.wcache(
+                "up", "--instance", instance, "--model", model, "--device", "cpu", check=False
+            )
+        )
+        wait_for(lambda: reads(lab, instance), "the load is under way", PATIENCE_S)
+        yield running
+
+
+def test_stop_in_the_midst_of_a_load_ends_the_loader_and_frees_its_memory(
+    lab: Lab, instance: str, large: str
+) -> None:
+    before = lab.slabs_held()
+    with up_until_it_reads(lab, instance, large) as running:
+        assert lab.slabs_held() > before
+        lab.systemctl("stop", daemon(instance))
+        assert lab.slabs_held() == before
+        assert running.result(PATIENCE_S).code != 0
+    # Both ended when they were asked to; after a kill for want of it this would be "timeout".
+    for unit in (daemon(instance), loader(instance)):
+        shown = lab.show(unit, "ActiveState", "Result", "MainPID")
+        assert shown == {"ActiveState": "inactive", "Result": "success", "MainPID": "0"}
+    assert lab.stored(instance) == 0
+    lab.systemctl("start", daemon(instance))
+    found = lab.report(0, instance)
+    assert found is not None
+    assert found.serving is not None
+    assert found.serving.how == "loaded"
+    lab.wcache("verify", "--instance", instance)
+
+
+def test_stopping_the_loader_alone_leaves_what_is_served(
+    lab: Lab, instance: str, large: str
+) -> None:
+    up(lab, instance)
+    before, slabs = lab.report(0, instance), lab.slabs_held()
+    assert before is not None
+    with up_until_it_reads(lab, instance, large) as running:
+        assert lab.slabs_held() > slabs
+        lab.systemctl("stop", loader(instance))
+        done = running.result(PATIENCE_S)
+    assert (done.code, "ended before it had published" in done.stderr) == (1, True)
+    assert lab.slabs_held() == slabs
+    assert lab.show(loader(instance), "ActiveState", "Result") == {
+        "ActiveState": "inactive", "Result": "success",
+    }  # fmt: skip
+    after = lab.report(0, instance)
+    assert after is not None
+    assert (after.pid, after.generations) == (before.pid, before.generations)
+    lab.wcache("up", "--instance", instance)
+    now = lab.report(0, instance)
+    assert now is not None
+    assert now.serving is not None
+    assert now.serving.number == 2
+    lab.wcache("verify", "--instance", instance)
 
 
 def test_another_model_is_loaded_beside_the_old_one(lab: Lab, instance: str) -> None:
