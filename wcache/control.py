@@ -65,6 +65,8 @@ class SilentDaemonError(NoSuchRankError):
 def refusal_error(refusal: Refused) -> WcacheError:
     """The exception that ``refusal`` becomes; it carries the refusal as ``refusal``."""
     error = _REFUSALS.get(refusal.reason, RefusedError)(refusal.message, hint=refusal.hint)
+    if isinstance(error, MismatchError):
+        error.differences = refusal.differences
     error.refusal = refusal  # type: ignore[attr-defined]  # set on a sibling class of RefusedError
     return error
 

@@ -1,6 +1,12 @@
 """Errors that an operator can mend: one line, a hint, and the exit code that says which kind."""
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from wcache.fingerprint import Difference
 
 
 class ExitCode(IntEnum):
@@ -81,9 +87,19 @@ class NoSuchRankError(WcacheError):
 
 
 class MismatchError(WcacheError):
-    """Weights that are not the wanted ones, or not the bytes that were published."""
+    """Weights that are not the wanted ones, or not the bytes that were published.
+
+    ``differences`` has every field in which two fingerprints differ, also those that the message
+    has no room for.
+    """
 
     exit_code = ExitCode.MISMATCH
+
+    def __init__(
+        self, message: str, *, differences: "Sequence[Difference]" = (), hint: str = ""
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.differences = tuple(differences)
 
 
 class TryAgainError(WcacheError):

@@ -14,6 +14,7 @@ from tests.processes import Store, daemon_log, end, start_daemon, wait_for
 from tests.publishing import FINGERPRINT, content, head, manifest, offered, publish
 from wcache.config import Config, LayoutSection
 from wcache.control import Control, receive_reply
+from wcache.daemon.refusals import BURST
 from wcache.errors import MismatchError, NoSuchRankError, NotReadyError, TryAgainError, WcacheError
 from wcache.memory.memfd import create_sealed
 from wcache.protocol import (
@@ -157,6 +158,41 @@ def test_mismatch_names_the_fields(places: Places, store: Store, start: Start) -
             match=r"model: cached test-model, wanted other; tp_size: cached unknown, wanted 2",
         ):
             control.request(Attach(wanted=wanted), Attached)
+
+
+def test_a_refused_attach_is_a_line_in_the_log(places: Places, store: Store, start: Start) -> None:
+    places.write_config(publish_config())
+    start()
+    with Control.connect(places.rank(), "client") as control, pytest.raises(NotReadyError):
+        control.request(Attach(), Attached)
+    published(places, store, [content(b"a")])
+    switches = {f"s{number}": "1" for number in range(9)}
+    wanted = msgspec.structs.replace(
+        FINGERPRINT, tp_size=2, architecture="two\nlines\x1b[31m", switches=switches
+    )
+    with Control.connect(places.rank(), "client") as control, pytest.raises(MismatchError) as error:
+        control.request(Attach(wanted=wanted), Attached)
+    assert [one.field for one in error.value.differences] == ["architecture", "tp_size", "switches"]
+    lines = [line for line in daemon_log(places).read_text().splitlines() if "refused" in line]
+    assert len(lines) == 1  # to have to wait is no refusal
+    assert f"pid {os.getpid()} (uid {os.geteuid()}, " in lines[0]
+    assert " was refused: it wants other weights: architecture: cached " in lines[0]
+    assert "wanted two?lines?[31m; tp_size: cached unknown, wanted 2; switches: " in lines[0]
+
+
+def test_an_engine_that_is_refused_again_and_again_does_not_fill_the_log(
+    places: Places, store: Store, start: Start
+) -> None:
+    places.write_config(publish_config())
+    start()
+    published(places, store, [content(b"a")])
+    wanted = msgspec.structs.replace(FINGERPRINT, tp_size=2)
+    with Control.connect(places.rank(), "client") as control:
+        for _ in range(200):
+            with pytest.raises(MismatchError):
+                control.request(Attach(wanted=wanted), Attached)
+    lines = daemon_log(places).read_text().count("was refused: it wants other weights: tp_size")
+    assert BURST <= lines < 100
 
 
 def test_second_loader_is_told_who_loads(places: Places, store: Store, start: Start) -> None:

@@ -278,8 +278,10 @@ def test_other_weights_are_told_field_by_field(daemon: TinyDaemon, odd: Odd) -> 
     assert raised.value.message == (
         "rank 0 holds other weights: dtype: cached bfloat16, wanted float16;"
         " switches.s0: cached 0, wanted 1; switches.s1: cached 0, wanted 1;"
-        " switches.s2: cached 0, wanted 1; switches.s3: cached 0, wanted 1; and 2 more"
+        " switches.s2: cached 0, wanted 1; switches.s3: cached 0, wanted 1; and 2 more:"
+        " wcache logs 0 shows all"
     )
+    assert raised.value.differences == found
     assert raised.value.hint == "the hint"
 
 

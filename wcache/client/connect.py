@@ -151,8 +151,9 @@ def _ask(control: Control, rank: RankId, wanted: Fingerprint | None) -> tuple[At
 def _mismatch(rank: RankId, found: tuple[Difference, ...], hint: str = "") -> MismatchError:
     told = "; ".join(map(str, found[:_DIFFERENCES_TOLD]))
     if len(found) > _DIFFERENCES_TOLD:
-        told += f"; and {len(found) - _DIFFERENCES_TOLD} more"
-    return MismatchError(f"rank {rank} holds other weights: {told}", hint=hint)
+        # The daemon's log has a line for every engine that it refuses.
+        told += f"; and {len(found) - _DIFFERENCES_TOLD} more: wcache logs {rank} shows all"
+    return MismatchError(f"rank {rank} holds other weights: {told}", differences=found, hint=hint)
 
 
 def _receive(attached: Attached, fds: list[int], access: Access) -> tuple[Manifest, Mapping]:

@@ -1,11 +1,11 @@
 """What a peer may say when, and what it is answered."""
 
-import logging
 import time
 
 from wcache.daemon.access import may, may_command
 from wcache.daemon.connection import Connection
 from wcache.daemon.rank import Rank
+from wcache.daemon.refusals import Refusals
 from wcache.paths import RankId
 from wcache.protocol import (
     PROTOCOL_VERSION,
@@ -34,8 +34,6 @@ from wcache.protocol import (
 from wcache.reports import LeaseReport
 from wcache.wire import close_all
 
-log = logging.getLogger(__name__)
-
 MAX_COMMAND = 160
 
 # Who may say what; everything else said in a role is refused.
@@ -57,7 +55,14 @@ _ROLES: dict[type[Request], Role] = {
 _COMMANDS = (Stage, Switch, Release)
 
 
-def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_pid: int) -> None:
+def handle(
+    message: Request,
+    peer: Connection,
+    rank: Rank,
+    rank_id: RankId,
+    own_pid: int,
+    refusals: Refusals,
+) -> None:
     """Answers one message; a refusal that ends the conversation sets ``peer.closing``."""
     if isinstance(message, Descriptors):
         peer.announce(message.count)
@@ -67,7 +72,7 @@ def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_
         close_all(fds)
         _refuse(peer, Refused(reason="bad_request", message="descriptors came for no message"))
     elif isinstance(message, Hello):
-        _greet(message, peer, rank, rank_id, own_pid)
+        _greet(message, peer, rank, rank_id, own_pid, refusals)
     elif peer.hello is None:
         close_all(fds)
         _refuse(peer, Refused(reason="bad_request", message="the first message must be hello"))
@@ -80,10 +85,17 @@ def handle(message: Request, peer: Connection, rank: Rank, rank_id: RankId, own_
         said = f"uid {peer.peer.uid} may not decide what rank {rank_id} serves"
         _refuse(peer, Refused(reason="permission", message=said, hint="use sudo"))
     else:
-        _answer(message, peer, rank, fds)
+        _answer(message, peer, rank, fds, refusals)
 
 
-def _greet(message: Hello, peer: Connection, rank: Rank, rank_id: RankId, own_pid: int) -> None:
+def _greet(
+    message: Hello,
+    peer: Connection,
+    rank: Rank,
+    rank_id: RankId,
+    own_pid: int,
+    refusals: Refusals,
+) -> None:
     if message.version != PROTOCOL_VERSION:
         said = f"protocol {message.version} is not spoken here, {PROTOCOL_VERSION} is"
         hint = "run the same wcache in daemon, loader and engine"
@@ -91,29 +103,39 @@ def _greet(message: Hello, peer: Connection, rank: Rank, rank_id: RankId, own_pi
     elif peer.hello is not None:
         _refuse(peer, Refused(reason="bad_request", message="hello was said before"))
     elif not may(peer.peer, rank.access, message.role):
-        log.warning("uid %d (pid %d) was refused as %s", peer.peer.uid, peer.peer.pid, message.role)
         said = f"uid {peer.peer.uid} may not be a {message.role} of rank {rank_id}"
         hint = "see [access] in the configuration: group, uids, publishers"
-        _refuse(peer, Refused(reason="permission", message=said, hint=hint))
+        refusal = Refused(reason="permission", message=said, hint=hint)
+        refusals.attach(_lease(peer, message), refusal)
+        _refuse(peer, refusal)
     else:
         peer.hello = message
         peer.queue(Welcome(instance=rank_id.instance, rank=rank_id.rank, pid=own_pid))
 
 
-def _answer(message: Request, peer: Connection, rank: Rank, fds: list[int]) -> None:
+def _answer(
+    message: Request, peer: Connection, rank: Rank, fds: list[int], refusals: Refusals
+) -> None:
     number = peer.number
     reply: Reply | None
     match message:
         case AskReport():
             reply = rank.report()
         case Attach():
-            reply, given = rank.attach(number, _lease(peer), message)
+            lease = _lease(peer, peer.hello)
+            reply, given = rank.attach(number, lease, message)
+            if isinstance(reply, Refused):
+                refusals.attach(lease, reply)
             peer.queue(reply, given)
             return
         case Renew():
-            reply = rank.renew(number, _lease(peer), message, trusted=_may_publish(peer, rank))
+            reply = rank.renew(
+                number, _lease(peer, peer.hello), message, trusted=_may_publish(peer, rank)
+            )
         case Offer():
-            reply = rank.offer(_lease(peer), message, fds, trusted=_may_publish(peer, rank))
+            reply = rank.offer(
+                _lease(peer, peer.hello), message, fds, trusted=_may_publish(peer, rank)
+            )
         case AskLoad():
             reply = rank.ask_load(number, peer.peer.pid, message)
             peer.queue(reply, rank.reclaim.fds if isinstance(reply, CheckOrder) else ())
@@ -136,9 +158,9 @@ def _answer(message: Request, peer: Connection, rank: Rank, fds: list[int]) -> N
         peer.queue(reply)
 
 
-def _lease(peer: Connection) -> LeaseReport:
+def _lease(peer: Connection, hello: Hello | None) -> LeaseReport:
     """The lease of this peer; the rank fills in the generation."""
-    said = peer.hello.command if peer.hello else ""
+    said = hello.command if hello else ""
     # Every lease must fit in one report: what a peer calls itself is cut and made printable.
     command = "".join(c if c.isprintable() else "?" for c in said[:MAX_COMMAND])
     return LeaseReport(

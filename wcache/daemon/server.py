@@ -12,6 +12,7 @@ from wcache.daemon.access import group_of, socket_mode
 from wcache.daemon.connection import Connection
 from wcache.daemon.conversation import handle
 from wcache.daemon.rank import Rank
+from wcache.daemon.refusals import Refusals
 from wcache.errors import ProtocolError, TryAgainError
 from wcache.paths import RankPaths, check_socket_path
 from wcache.protocol import REQUESTS, Refused, decode_body
@@ -35,6 +36,7 @@ class Server:
         self._connections: dict[int, Connection] = {}
         self._next_number = 1
         self._complained = -COMPLAINT_PERIOD_S
+        self._refusals = Refusals()
         self._selector = selectors.DefaultSelector()
         self._access: AccessSection | None = None
         self._listener = _listen(paths.socket, rank.access)
@@ -131,7 +133,7 @@ class Server:
             if peer.closing:
                 return
             message = decode_body(body, REQUESTS)
-            handle(message, peer, self._rank, self._paths.id, os.getpid())
+            handle(message, peer, self._rank, self._paths.id, os.getpid(), self._refusals)
 
     def _say_last(self, peer: Connection, refusal: Refused) -> None:
         try:

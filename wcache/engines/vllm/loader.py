@@ -142,11 +142,12 @@ def _attached(wanted: Wanted) -> Attachment:
     try:
         return attach(rank=rank.rank, instance=rank.instance, wanted=wanted.fingerprint)
     except MismatchError as error:
-        if "engine: cached unknown" not in error.message:
+        if ("engine", "unknown") not in ((one.field, one.cached) for one in error.differences):
             raise
         raise MismatchError(
             f"rank {rank} holds tensors as the checkpoint has them, which vllm fuses and lays out"
             f" in its own way: {error.message}",
+            differences=error.differences,
             hint="wcache up --loader publish has the first engine fill the rank",
         ) from None
 
