@@ -518,6 +518,60 @@ def test_a_low_limit_of_locked_memory_matters_where_gpus_are_used(
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
+def with_driver(places: Places, *modules: str, devices: tuple[str, ...]) -> Machine:
+    """As /proc and /dev show a driver's modules and device files."""
+    here = machine(places)
+    dev, listed = places.root / "dev", places.root / "modules"
+    dev.mkdir(exist_ok=True)
+    for name in devices:
+        (dev / name).touch()
+    listed.write_text("".join(f"{name} 16384 0 - Live 0x0 (OE)\n" for name in ("ext4", *modules)))
+    return replace(here, dev=dev, modules=listed)
+
+
+@pytest.mark.parametrize(
+    ("modules", "devices", "said"),
+    [
+        (("nvidia", "nvidia_uvm"), ("nvidia0", "nvidia-uvm"), ""),
+        # In a container that is given the files, and another kernel's list or none of it.
+        ((), ("nvidia0", "nvidia-uvm"), ""),
+        (("nvidia", "nvidia_modeset"), ("nvidia0",), "the module is not loaded"),
+        (("nvidia", "nvidia_modeset"), ("nvidia0", "nvidia-uvm"), "the module is not loaded"),
+        (("nvidia", "nvidia_uvm"), ("nvidia0",), "nvidia-uvm is not there"),
+        ((), ("nvidia0",), "nvidia-uvm is not there"),
+        (("nvidia_uvm_of_mine", "nvidia"), ("nvidia0",), "the module is not loaded"),
+    ],
+)
+def test_unified_memory_has_to_be_there_before_a_loader_under_systemd(
+    modules: tuple[str, ...], devices: tuple[str, ...], said: str, evidence: Make, places: Places,
+    on_gpu: Config,
+) -> None:  # fmt: skip
+    here = with_driver(places, *modules, devices=devices)
+    for config, bad in ((on_gpu, "fail"), (None, "warn")):
+        found = only(gpu_checks.check_unified_memory, evidence(machine=here, config=config))
+        assert found.result == (bad if said else "ok")
+        assert said in found.detail
+
+
+def test_unified_memory_is_loaded_by_the_tool_that_is_there(
+    evidence: Make, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = evidence(machine=with_driver(places, "nvidia", devices=("nvidia0",)))
+    monkeypatch.setenv("PATH", str(places.root / "bin"))
+    assert only(gpu_checks.check_unified_memory, found).mend == "modprobe nvidia-uvm"
+    (places.root / "bin").mkdir()
+    (places.root / "bin" / "nvidia-modprobe").touch(0o755)
+    assert only(gpu_checks.check_unified_memory, found).mend == "nvidia-modprobe -u -c 0"
+
+
+def test_unified_memory_is_not_asked_for_without_a_gpu(evidence: Make, places: Places) -> None:
+    here = with_driver(places, devices=())
+    assert results(gpu_checks.check_unified_memory, evidence(machine=here)) == []
+    # The driver says that there is one, and its device file is not seen.
+    found = evidence(machine=here, gpus=(GPU,))
+    assert results(gpu_checks.check_unified_memory, found) == ["warn"]
+
+
 @pytest.fixture
 def on_gpu(tmp_path: Path) -> Config:
     return checkpoint_config(write_llama(tmp_path / "model"), device="cuda", devices=(GPU.uuid,))

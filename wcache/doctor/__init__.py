@@ -12,6 +12,7 @@ from wcache.doctor.gpu import (
     check_driver,
     check_modes,
     check_persistence,
+    check_unified_memory,
 )
 from wcache.doctor.memory import check_hugepages, check_memlock, check_room, check_shm
 from wcache.doctor.model import (
@@ -59,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     check_shm,
     check_memlock,
     check_driver,
+    check_unified_memory,
     check_bindings,
     check_persistence,
     check_modes,

@@ -28,6 +28,8 @@ class Machine:
     hugepages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
     shm: Path = Path("/dev/shm")
     linger: Path = Path("/var/lib/systemd/linger")
+    dev: Path = Path("/dev")
+    modules: Path = Path("/proc/modules")
     mps_pipes: Path = field(
         default_factory=lambda: Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     )

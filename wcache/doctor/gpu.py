@@ -1,7 +1,9 @@
 """Checks of the GPUs: driver, bindings, and modes that weights or engines do not survive."""
 
+import shutil
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from wcache.devices import Gpu
 from wcache.doctor.evidence import Evidence
@@ -10,6 +12,7 @@ from wcache.errors import WcacheError
 from wcache.memory import driver
 
 BINDINGS = "cuda-bindings"
+UVM, UVM_MODULE, UVM_DEVICE = "nvidia-uvm", "nvidia_uvm", "nvidia-uvm"
 
 
 def check_driver(evidence: Evidence) -> Iterator[Finding]:
@@ -57,6 +60,44 @@ def check_bindings(evidence: Evidence) -> Iterator[Finding]:
         )
     else:
         yield ok(BINDINGS, f"{version}, the driver answers")
+
+
+def check_unified_memory(evidence: Evidence) -> Iterator[Finding]:
+    """CUDA does not start without the module nvidia-uvm and its device file.
+
+    Root's first CUDA process loads the one and makes the other, by a setuid nvidia-modprobe where
+    there is one. A loader that systemd starts can not: it gains no privileges, and loads no module.
+    """
+    machine = evidence.machine
+    if not evidence.gpus and not (machine.dev / "nvidia0").exists():
+        return
+    has_device = (machine.dev / UVM_DEVICE).exists()
+    loaded = _has_module(machine.modules)
+    if has_device and loaded is not False:
+        yield ok(UVM, "loaded, and its device file is there")
+        return
+    bad = fail if evidence.wants_gpus else warn
+    absent = f"{machine.dev / UVM_DEVICE} is not there"
+    what = "the module is not loaded" if loaded is False else absent
+    yield bad(UVM, f"{what}: CUDA does not start in a loader under systemd", _load_uvm())
+
+
+def _has_module(modules: Path) -> bool | None:
+    """None where the kernel does not say: in a container, or with the driver built in."""
+    try:
+        lines = modules.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    names = {line.partition(" ")[0] for line in lines}
+    # A list without any of the driver's modules is that of another kernel.
+    if not any(name == "nvidia" or name.startswith("nvidia_") for name in names):
+        return None
+    return UVM_MODULE in names
+
+
+def _load_uvm() -> str:
+    """nvidia-modprobe makes the device file too; modprobe leaves that to udev."""
+    return "nvidia-modprobe -u -c 0" if shutil.which("nvidia-modprobe") else "modprobe nvidia-uvm"
 
 
 def check_persistence(evidence: Evidence) -> Iterator[Finding]:
