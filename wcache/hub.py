@@ -2,10 +2,10 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from wcache.checkpoint import open_checkpoint
+from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.errors import CheckpointError, WcacheError
 
 # Weights and what is needed to use them. No pickles and no code: wcache would run neither, and
@@ -24,6 +24,12 @@ class ResolvedModel:
     hub_id: str | None = None
     revision: str | None = None
     """The commit for a hub id; for a path whatever the operator called it."""
+    checkpoint: Checkpoint | None = field(default=None, compare=False, repr=False)
+    """What lies there, when it had to be looked at to find out that it is whole."""
+
+    def open(self) -> Checkpoint:
+        """Raises :class:`CheckpointError`; headers that have been read are not read again."""
+        return self.checkpoint or open_checkpoint(self.path)
 
 
 def resolve_model(model: str, revision: str | None, *, download: bool = True) -> ResolvedModel:
@@ -53,16 +59,16 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
             hint="pip install 'wcache[transformers]', or give the path of a folder",
         ) from None
     _ = huggingface_hub  # found; _snapshot imports what it needs
-    folder = _cached(model, revision)
-    if folder is None and not download:
+    cached = _cached(model, revision)
+    if cached is None and not download:
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
             f"{model}{at} is not in the hub's local cache", hint=f"hf download {model} gets it"
         )
-    folder = folder or _downloaded(model, revision)
+    folder = cached.path if cached else _downloaded(model, revision)
     # The cache names a snapshot's folder by its commit.
     commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
-    return ResolvedModel(path=folder, hub_id=model, revision=commit)
+    return ResolvedModel(path=folder, hub_id=model, revision=commit, checkpoint=cached)
 
 
 def is_hub_id(model: str) -> bool:
@@ -70,7 +76,7 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None
 
 
-def _cached(model: str, revision: str | None) -> Path | None:
+def _cached(model: str, revision: str | None) -> Checkpoint | None:
     """The snapshot in the local cache, when it is whole.
 
     One that holds only config.json and a tokenizer is common, and so is one whose download was
@@ -83,10 +89,9 @@ def _cached(model: str, revision: str | None) -> Path | None:
         found = snapshot_download(
             model, revision=revision, local_files_only=True, allow_patterns=list(PATTERNS)
         )
-        open_checkpoint(Path(found))
+        return open_checkpoint(Path(found))
     except (LocalEntryNotFoundError, CheckpointError, ValueError):
         return None
-    return Path(found)
 
 
 def _downloaded(model: str, revision: str | None) -> Path:

@@ -115,6 +115,25 @@ def test_a_folder_is_never_asked_of_the_hub(
     )
 
 
+def test_headers_of_a_cached_model_are_read_once(places: Places, cache: Path) -> None:
+    """They are looked at to see whether the snapshot is whole; a terabyte's take a while."""
+    program = (
+        "import sys\n"
+        "from wcache.checkpoint import folder\n"
+        "from wcache.commands.wanted import Args, from_model\n"
+        "read, count = folder.read_header, []\n"
+        "folder.read_header = lambda path: count.append(path.name) or read(path)\n"
+        "args = Args(device='cpu')\n"
+        "found = from_model(args, 'org/name', None, ())\n"
+        "print(*count, found.config.model.revision)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(places), capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"model.safetensors {COMMIT}\n"
+
+
 @pytest.mark.parametrize("model", ["/no/where", "./org/name", "name", "a/b/c", "../x", "org/", ""])
 def test_what_is_neither_folder_nor_hub_id_is_refused(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -111,7 +111,7 @@ def from_model(
         section = ModelSection(path=model, loader=loader)
     else:
         resolved = resolve_model(model, args.revision, download=download)
-        checkpoint = open_checkpoint(resolved.path)
+        checkpoint = resolved.open()
         gate.check(checkpoint)
         identity = _identify(checkpoint, identities)
         section = _model(args, resolved, identity)
