@@ -122,8 +122,6 @@ class Stage(Message, tag="stage", frozen=True, kw_only=True):
     config: Config
     load: bool = True
     """Have a loader load them when no generation has them; else that is refused with ``gone``."""
-    at_once: bool = False
-    """Serve them as soon as they are there, and not at a :class:`Switch`."""
 
 
 class Switch(Message, tag="switch", frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import write_llama
+from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.cli.snapshot import Done, wcache
 from tests.places import Places
 from wcache.control import Control
@@ -83,3 +83,21 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not in {PATIENCE_S:g} s: {what}"
         time.sleep(0.05)
+
+
+def other(node: Node, seed: int = 1) -> str:
+    return str(write_checkpoint(node.root / f"other-{seed}", llama_tensors(seed=seed)))
+
+
+def parts(node: Node, rank: int = 0) -> dict[int, str]:
+    return {held.number: held.role for held in node.report(rank).generations}
+
+
+@contextlib.contextmanager
+def no_loader(node: Node, rank: int) -> Iterator[None]:
+    """The loader of ``rank`` alone can not be started: its log is no file."""
+    log = node.paths.log_file(rank, "loader")
+    log.unlink(missing_ok=True)
+    log.mkdir(parents=True)
+    yield
+    log.rmdir()

@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.checkpoints import llama_tensors, write_checkpoint
-from tests.cli.node import SMALL, Node, wait_for
+from tests.cli.node import SMALL, Node, no_loader, other, parts, wait_for
 from tests.cli.snapshot import check, environment
 from tests.processes import PATIENCE_S, end
 from wcache.checkpoint import identify, open_checkpoint
@@ -101,14 +100,6 @@ def digest(node: Node, rank: int = 0) -> str:
     return found
 
 
-def other(node: Node, seed: int = 1) -> str:
-    return str(write_checkpoint(node.root / f"other-{seed}", llama_tensors(seed=seed)))
-
-
-def parts(node: Node, rank: int = 0) -> dict[int, str]:
-    return {held.number: held.role for held in node.report(rank).generations}
-
-
 def loads(node: Node, rank: int) -> bool:
     """The rank's loader is at work on other weights, or done."""
     found = node.report(rank)
@@ -119,16 +110,6 @@ def slabs_of(pid: int) -> int:
     """Slabs that a process has open."""
     links = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
     return sum("memfd:wcache-slab" in str(link) for link in links)
-
-
-@contextlib.contextmanager
-def no_loader(node: Node, rank: int) -> Iterator[None]:
-    """The loader of ``rank`` alone can not be started: its log is no file."""
-    log = node.paths.log_file(rank, "loader")
-    log.unlink(missing_ok=True)
-    log.mkdir(parents=True)
-    yield
-    log.rmdir()
 
 
 def kill_and_wait(node: Node, rank: int = 0) -> None:

@@ -450,15 +450,6 @@ def test_another_order_during_a_load_is_refused_and_the_same_one_is_not(
         assert stage(places, store, B).step == "loading"
 
 
-def test_at_once_is_served_as_soon_as_it_is_loaded(
-    places: Places, store: Store, daemon: Daemon
-) -> None:
-    stage(places, store, B, at_once=True)
-    load(places, store, B, b"b")
-    assert served(places) == (2, content(b"b"))
-    assert report(places).staging is None
-
-
 def test_a_configuration_that_can_not_be_is_not_staged(
     places: Places, store: Store, daemon: Daemon
 ) -> None:

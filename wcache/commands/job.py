@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
-from wcache.commands import follow, orders, previous
+from wcache.commands import follow, previous, together
 from wcache.commands.rollout import (
     LOADER_CONTEXT_BYTES,
     Need,
@@ -54,7 +54,7 @@ class Job:
             if self.rollout.start:
                 self.supervisor.start(self.rollout.start)
             if self.rollout.load:
-                self._order()
+                together.order(self.paths, self.beside, self.config)
                 self.supervisor.load(self.rollout.load)
         except WcacheError:
             if written:
@@ -65,8 +65,12 @@ class Job:
             raise
 
     def follow(self, timeout_s: float | None) -> dict[int, str]:
-        """Waits for the weights; returns the reason of each rank that failed."""
-        return follow.follow(
+        """Waits for the weights; returns the reason of each rank that failed.
+
+        Ranks that served other weights switch to the new ones when none has failed: else an
+        engine would get those of two models.
+        """
+        failures = follow.follow(
             self.paths,
             self.config,
             self.supervisor,
@@ -75,6 +79,22 @@ class Job:
             timeout_s=timeout_s,
             out=self.out,
         )
+        beside = self.beside
+        if failures:
+            together.give_up(self.paths, beside)
+        elif beside:
+            together.switch(
+                self.paths, together.loaded(self.paths, self.supervisor, beside, self.config)
+            )
+        return failures
+
+    @property
+    def beside(self) -> list[int]:
+        """Ranks whose new weights are loaded beside others, which are served until then."""
+        if self.config.model.loader == "publish":
+            return []
+        waited = (*self.rollout.load, *self.rollout.under_way)
+        return sorted(rank for rank in waited if self.before[rank].serving is not None)
 
     def enable(self, failed: Iterable[int] = ()) -> None:
         """Has a reboot load the ranks again, but those that ``failed``."""
@@ -101,13 +121,6 @@ class Job:
         self.supervisor.stop(leaving)
         freed = sum(one.held_bytes for one in now.values())
         self.out.say(f"{rank_words(leaving)} of the old layout down, {size(freed)} freed")
-
-    def _order(self) -> None:
-        """Has daemons that serve other weights take the wanted ones: none does so by itself."""
-        if self.config.model.loader == "publish":
-            return
-        serving = [rank for rank in self.rollout.load if self.before[rank].serving is not None]
-        orders.load_at_once(self.paths, serving, self.config)
 
 
 def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Output) -> Job:
@@ -136,7 +149,9 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
             wanted = from_config(config, identities=IdentityCache(paths.identity_folder))
         taken = needs(wanted.checkpoint, config, out)
         rollout = decide(views, config)
-        to_load = {*rollout.load, *rollout.fresh}.difference(back)
+        # What an up that was interrupted has loaded has its memory already.
+        held = [rank for rank in rollout.load if views[rank].holding(config) is not None]
+        to_load = {*rollout.load, *rollout.fresh}.difference(back, held)
         if back:
             out.say(f"{rank_words(back)}: engines that still have the weights give them back")
         check_memory([need for need in taken if need.rank in to_load], Free(), views, Others(paths))

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import NoSuchRankError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths, RankPaths
-from wcache.protocol import Message, Request, Stage, Staged
+from wcache.protocol import Message, Request
 
 # A daemon that was killed is back well within this time.
 PATIENCE_S = 30.0
@@ -55,12 +54,6 @@ def ask_all(
     for error in errors.values():
         raise error
     return answers
-
-
-def load_at_once(paths: InstancePaths, ranks: Iterable[int], config: Config) -> None:
-    """Lets the loaders of ranks that serve other weights load those of ``config``, which are then
-    served without another word: no daemon does so by itself. Raises :class:`WcacheError`."""
-    ask_all(paths, ranks, Stage(config=config, at_once=True), Staged)
 
 
 def _ask(paths: RankPaths, message: Request, kind: type[R]) -> R:

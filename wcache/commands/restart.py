@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 import typer
@@ -64,7 +64,8 @@ def restart(
         _check(before, named=bool(named), force=force)
         up = {rank: one for rank, one in before.items() if one.is_up}
         change = change_of(paths, up, config, out) if config else None
-        if change is not None:
+        if change is not None and config is not None:
+            _check_is_whole(paths, config, up, named)
             _consent(change, out, yes=yes)
         held = sum(one.held_bytes for one in up.values())
         out.say(f"restarting {rank_words(up)}, {size(held)} of weights are kept")
@@ -84,6 +85,23 @@ def _config(paths: InstancePaths, out: Output) -> Config | None:
             out.warn(problem)
         out.warn("the daemons go on with the last good configuration")
         return None
+
+
+def _check_is_whole(
+    paths: InstancePaths, config: Config, changing: Collection[int], named: Collection[int]
+) -> None:
+    """Raises when ranks that were not named would go on with other weights than those that were."""
+    if not named:
+        return
+    others = view(paths, sorted(set(config.ranks.local_ranks()).difference(changing)), None)
+    left = [rank for rank, one in others.items() if one.serving and not one.serves(config)]
+    if left:
+        raise WcacheError(
+            f"{rank_words(left)} would go on with other weights than {rank_words(changing)}: the"
+            " configuration was changed",
+            hint="leave the ranks out, so that all of them switch together; to keep these weights,"
+            " put the configuration back first",
+        )
 
 
 def _consent(change: Change, out: Output, *, yes: bool) -> None:
@@ -109,20 +127,25 @@ def _follow(
     supervisor: Supervisor,
     out: Output,
 ) -> None:
-    """Until the changed weights are served; a load that fails leaves the old ones."""
-    from wcache.commands import previous
+    """Until all ranks serve the changed weights; a load that fails leaves the old ones on all."""
+    from wcache.commands import previous, together
     from wcache.commands.follow import follow
-    from wcache.commands.orders import load_at_once
 
-    previous.save(paths, [before[rank] for rank in change.ranks], config)
-    load_at_once(paths, change.ranks, config)
-    supervisor.load(change.ranks)
-    failures = follow(paths, config, supervisor, before, change.ranks, timeout_s=None, out=out)
+    ranks = change.ranks
+    if load := together.order(paths, ranks, config):
+        supervisor.load(load)
+    failures = follow(paths, config, supervisor, before, ranks, timeout_s=None, out=out)
+    if not failures:
+        numbers = together.loaded(paths, supervisor, ranks, config)
+        previous.save(paths, [before[rank] for rank in ranks], config)
+        together.switch(paths, numbers)
+        out.say(f"{rank_words(ranks)} {'serves' if len(ranks) == 1 else 'serve'} the new weights")
+        return
+    together.give_up(paths, ranks)
     for rank, reason in failures.items():
         out.error(f"rank {rank}: {reason}")
-    if failures:
-        out.hint("the old weights are served on: mend the configuration, then wcache up")
-        raise typer.Exit(ExitCode.FAILED)
+    out.hint("every rank serves the old weights: mend the configuration, then wcache up")
+    raise typer.Exit(ExitCode.FAILED)
 
 
 def _taken_over(

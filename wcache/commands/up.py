@@ -22,6 +22,7 @@ from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
 
 INTERRUPTED = 130
+_GOES_ON = "wcache up again goes on with it, wcache rollback --drop gives it up"
 
 
 def up(
@@ -89,8 +90,8 @@ def up(
     """Load a model's weights and keep them. Writes the configuration, so a reboot brings them back.
 
     Without --model, starts what the configuration says. Ranks that hold the wanted weights are
-    left alone. Other weights are loaded beside the old, which are freed once the new are served;
-    refused while engines use the old ones.
+    left alone. Other weights are loaded beside the old, which are freed once all ranks have the new
+    ones and switch; refused while engines use the old ones.
     """
     from wcache.commands.job import prepare
     from wcache.commands.wanted import Args
@@ -113,12 +114,17 @@ def up(
         job.begin()
         try:
             failures = job.follow(timeout)
-        except NotReadyError:
+        except NotReadyError as error:
             job.enable()  # loading goes on
+            if job.beside:
+                error.hint = f"loading goes on, and nothing is switched: {_GOES_ON}"
             raise
         except KeyboardInterrupt:
             job.enable()
-            out.say("loading goes on: wcache status shows how far it is, wcache down ends it")
+            if job.beside:
+                out.say(f"loading goes on, and nothing is switched: {_GOES_ON}")
+            else:
+                out.say("loading goes on: wcache status shows how far it is, wcache down ends it")
             raise typer.Exit(INTERRUPTED) from None
         job.enable(failures)
         if not failures:
@@ -132,5 +138,10 @@ def up(
         for problem in problem_lines(found):
             out.warn(problem)
     if failures:
-        out.hint(f"wcache logs {next(iter(failures))} shows more; ranks that are ready stay ready")
+        stay = (
+            "ranks that served other weights serve them on"
+            if job.beside
+            else "ranks that are ready stay ready"
+        )
+        out.hint(f"wcache logs {next(iter(failures))} shows more; {stay}")
         raise typer.Exit(ExitCode.FAILED)

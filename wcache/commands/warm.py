@@ -71,7 +71,7 @@ def warm(
     new weights, all switch: engines that are attached keep the old ones, which are freed when the
     last of these engines ends. When one rank fails, none switches. wcache rollback goes back.
     """
-    from wcache.commands import pagecache, warming, warmplan
+    from wcache.commands import pagecache, together, warming, warmplan
     from wcache.commands.wanted import Args
     from wcache.supervise import supervisor_for
 
@@ -105,7 +105,7 @@ def warm(
             held = work.plan.having("keep")
             words = "holds" if len(held) == 1 else "hold"
             out.say(f"{rank_words(held)} {words} the wanted weights: there is nothing to do")
-            if given_up := work.give_up(held):
+            if given_up := together.give_up(paths, held):
                 out.say(f"{size(given_up)} that were loaded and never served are given up")
         else:
             _work(work, out, timeout=timeout, keep_old=keep_old, yes=yes)

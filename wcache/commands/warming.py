@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wcache.commands import follow, orders, previous
+from wcache.commands import follow, orders, previous, together
 from wcache.commands.candidate import candidate, checkpoint_of
 from wcache.commands.job import Free, needs
 from wcache.commands.wanted import Args
@@ -14,7 +14,7 @@ from wcache.errors import NotReadyError, WcacheError
 from wcache.holdings import Others
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
+from wcache.protocol import Release, Released
 from wcache.ranks import RankView, known_ranks, rank_words, view
 from wcache.supervise.interface import Supervisor
 from wcache.units import size
@@ -38,18 +38,11 @@ class Warming:
         Nothing is switched, whatever happens. After a failure what was loaded is given up.
         """
         staged = self.plan.staged
-        answers, errors = orders.try_all(
-            self.paths, staged, lambda _: Stage(config=self.config), Staged
-        )
-        if errors:
-            self.give_up(staged)
-            raise next(iter(errors.values()))
-        load = [rank for rank, answer in answers.items() if answer.step == "load"]
-        if load:
+        if load := together.order(self.paths, staged, self.config):
             self.supervisor.load(load)
         failures = self._follow(staged, timeout_s)
         if failures:
-            self.give_up(staged)
+            together.give_up(self.paths, staged)
         return failures
 
     def switch(self, *, keep_old: bool) -> None:
@@ -58,29 +51,9 @@ class Warming:
         Raises :class:`WcacheError`, before anything is switched, when a restart of a daemon could
         lose what is to be served.
         """
-        staged = self.plan.staged
-        now = view(self.paths, staged, self.supervisor)
-        self._check_is_kept(now)
-        numbers = {}
-        for rank, one in now.items():
-            found = one.holding(self.config)
-            if found is None:
-                raise WcacheError(
-                    f"rank {rank} does not hold the new weights any more: nothing was switched",
-                    hint=f"wcache logs {rank} says why; wcache warm begins again",
-                )
-            numbers[rank] = found.number
+        numbers = together.loaded(self.paths, self.supervisor, self.plan.staged, self.config)
         self.save()
-        _, errors = orders.try_all(
-            self.paths, staged,
-            lambda rank: Switch(generation=numbers[rank], keep_old=keep_old), Switched,
-        )  # fmt: skip
-        if errors:
-            rank, error = next(iter(errors.items()))
-            raise WcacheError(
-                f"rank {rank} did not switch, and others did: {error.message}",
-                hint="wcache warm again switches it: the configuration is that of the new weights",
-            )
+        together.switch(self.paths, numbers, keep_old=keep_old)
 
     def free(self) -> None:
         """For ``--replace``: leaves ranks empty. The configuration to go back to is saved first."""
@@ -111,16 +84,6 @@ class Warming:
         if self.config != self.old:
             write_config(self.config, self.paths.config_file)
 
-    def give_up(self, ranks: Iterable[int]) -> int:
-        """Gives up what was loaded and is not going to be served; returns its bytes.
-
-        A rank that does not answer has nothing, or is asked again by the next command.
-        """
-        answers, _ = orders.try_all(
-            self.paths, ranks, lambda _: Release(roles=("staged",)), Released
-        )
-        return sum(released.slab_bytes for released in answers.values())
-
     def _save_previous(self) -> None:
         """The configuration of what is served until now, beside that of what will be."""
         changed = [self.before[rank] for rank in self.plan.having(*STAGED, "replace")]
@@ -129,16 +92,6 @@ class Warming:
     def _is_loading(self, rank: int) -> bool:
         report = self.before[rank].report
         return report is not None and report.progress is not None
-
-    def _check_is_kept(self, now: Mapping[int, RankView]) -> None:
-        for rank, one in now.items():
-            if one.missing_fds and one.report is not None and one.unit is not None:
-                raise WcacheError(
-                    f"the supervisor keeps {one.unit.stored_fds} of {one.report.expected_fds}"
-                    f" descriptors of rank {rank}: nothing was switched",
-                    hint="its store may be too small for two generations: wcache doctor looks;"
-                    " wcache rollback --drop gives the new weights up",
-                )
 
     def _follow(self, ranks: Iterable[int], timeout_s: float | None) -> dict[int, str]:
         try:

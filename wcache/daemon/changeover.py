@@ -93,13 +93,10 @@ def stage(rank: RankId, holdings: Holdings, load: Load | None, message: Stage) -
         return answers.not_held(rank)
     if found is None and (holdings.served is None or config.model.loader == "publish"):
         return answers.not_beside(rank, holdings.served is None)
-    holdings.stage(config, at_once=message.at_once)
+    holdings.stage(config)
     if found is None:
         log.info("an operator has %s loaded beside what is served", config.model.path)
         return Staged(generation=holdings.next_number, step="load")
-    if message.at_once:
-        holdings.serve(found.number)
-        return Staged(generation=found.number, step="serving")
     return Staged(generation=found.number, step="staged")
 
 

@@ -65,11 +65,6 @@ class Holdings:
         return self._roles.candidate
 
     @property
-    def at_once(self) -> bool:
-        """The candidate is to be served as soon as it is there."""
-        return self._roles.at_once
-
-    @property
     def staging(self) -> Fingerprint | None:
         """The candidate's weights."""
         candidate = self._roles.candidate
@@ -196,20 +191,20 @@ class Holdings:
         There is no candidate afterwards.
         """
         self._play(serving=number, held=None if hold == number else hold,
-                   candidate=None, at_once=False)  # fmt: skip
+                   candidate=None)  # fmt: skip
 
-    def stage(self, config: Config, *, at_once: bool) -> None:
+    def stage(self, config: Config) -> None:
         """Makes ``config`` the candidate; what was held for going back makes room, if there is
         something to load."""
         config = without_access(config)
         found = self.matching(wanted_by(config, self._rank))
         held = self._roles.held if found is not None else None
-        self._play(candidate=config, at_once=at_once, held=held)
+        self._play(candidate=config, held=held)
 
     def give_up_candidate(self) -> None:
         """Forgets the candidate: what was staged drains."""
         if self._roles.candidate is not None:
-            self._play(candidate=None, at_once=False)
+            self._play(candidate=None)
 
     def give_up_held(self) -> None:
         """Holds nothing to go back to any more."""

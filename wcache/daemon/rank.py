@@ -243,7 +243,7 @@ class Rank:
         self._holdings.keep(new, config)
         if self._holdings.candidate is None:
             self._holdings.serve(new.number, hold=self._holdings.held)
-        elif self._holdings.at_once or self._holdings.served is None:
+        elif self._holdings.served is None:
             self._holdings.serve(new.number)
         role = "serving" if self._holdings.served is new else "staged"
         log.info("%s generation %s", role, new.in_words())

@@ -31,15 +31,13 @@ class Roles(Choice, frozen=True, kw_only=True):
     candidate: Config | None = None
     """What an operator wants made ready beside the served weights. The generation that is so, once
     there is one, is staged."""
-    at_once: bool = False
-    """The candidate is to be served as soon as it is there."""
     configs: dict[int, Config] = {}
     """The configuration that each generation goes with, as far as it is known."""
 
     @property
-    def choice(self) -> tuple[int | None, int | None, Config | None, bool]:
+    def choice(self) -> tuple[int | None, int | None, Config | None]:
         """All of it that decides on what is served and what is freed."""
-        return self.serving, self.held, self.candidate, self.at_once
+        return self.serving, self.held, self.candidate
 
 
 def without_access(config: Config) -> Config:
