@@ -86,6 +86,8 @@ class Job:
             together.switch(
                 self.paths, together.loaded(self.paths, self.supervisor, beside, self.config)
             )
+            words = "serves" if len(beside) == 1 else "serve"
+            self.out.say(f"{rank_words(beside)} {words} the new weights")
         return failures
 
     @property
