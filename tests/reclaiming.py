@@ -17,7 +17,7 @@ from tests.processes import Store, end, wait_for
 from tests.publishing import content, manifest, slab
 from wcache import manifest as manifests
 from wcache.control import Control
-from wcache.load.job import ask_load
+from wcache.load.order import ask_load
 from wcache.manifest import Manifest
 from wcache.memory.digest import digest
 from wcache.memory.memfd import create_sealed

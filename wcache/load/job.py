@@ -10,8 +10,9 @@ from wcache import fp8, gate
 from wcache.checkpoint import Checkpoint, Identity, IdentityCache, open_checkpoint
 from wcache.config import Config
 from wcache.control import Control
-from wcache.errors import CheckpointError, NoSuchRankError, ProtocolError, TryAgainError
+from wcache.errors import CheckpointError, NoSuchRankError, TryAgainError
 from wcache.fingerprint import Fingerprint, digest_of, held_from
+from wcache.load.order import PUBLISH_S, ask_load, check_content
 from wcache.load.placement import plan
 from wcache.load.plan import Plan
 from wcache.load.publish import (
@@ -27,19 +28,10 @@ from wcache.manifest import Manifest, Storage, Tensor
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.protocol import (
-    MAX_TEXT,
-    AskAgain,
-    AskLoad,
-    Checked,
-    CheckOrder,
     LoadOrder,
-    LoadSource,
-    Message,
     NothingToLoad,
-    Published,
 )
 from wcache.units import size
-from wcache.wire import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,10 +42,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
 _CONNECT_PAUSE_S = 0.1
-# The daemon checks every descriptor and waits for its supervisor to have stored them.
-PUBLISH_S = 300.0
-# For the daemon's next word on what is wanted, whatever it says.
-LONGEST_WAIT_S = 1.0
 
 
 def run(rank_id: RankId) -> None:
@@ -91,38 +79,6 @@ def connect_when_up(paths: RankPaths, *, timeout_s: float = CONNECT_S) -> Contro
             if time.monotonic() + _CONNECT_PAUSE_S > deadline:
                 raise
         time.sleep(_CONNECT_PAUSE_S)
-
-
-def ask_load(control: Inquiry, source: LoadSource) -> LoadOrder | NothingToLoad:
-    """What the daemon wants loaded; raises what its refusal stands for.
-
-    It may want bytes checked first that an engine has given back: when they are the right ones
-    nothing is left to load.
-    """
-    reply = control.request(AskLoad(source=source), Message)
-    while not isinstance(reply, LoadOrder | NothingToLoad):
-        if isinstance(reply, AskAgain):
-            time.sleep(min(max(0.0, reply.after_s), LONGEST_WAIT_S))
-            reply = control.request(AskLoad(source=source), Message)
-        elif isinstance(reply, CheckOrder):
-            reply = control.request(Checked(problem=_check(control, reply)), Message)
-        elif isinstance(reply, Published):
-            words = f"generation {reply.generation} was given back by an engine, and is right"
-            reply = NothingToLoad(message=words)
-        else:
-            raise ProtocolError(f"answer is a {type(reply).__name__}, not a LoadOrder")
-    return reply
-
-
-def _check(control: Inquiry, order: CheckOrder) -> str:
-    from wcache.load.check import problem_of
-
-    fds = control.take_fds(1 + len(order.slabs))
-    try:
-        with failure_told(control):
-            return problem_of(order, fds, ProgressReport(control))[:MAX_TEXT]
-    finally:
-        close_all(fds)
 
 
 def order_for_checkpoint(control: Inquiry) -> LoadOrder | None:
@@ -189,17 +145,6 @@ def _log_quantized(planned: Plan) -> None:
             "--quantization fp8 changes nothing: no linear layer of this rank has dimensions that"
             " are multiples of %d",
             fp8.BLOCK,
-        )
-
-
-def check_content(config: Config, checkpoint: Checkpoint, identity: Identity) -> None:
-    """Raises :class:`CheckpointError` when this is another checkpoint than ``up`` recorded."""
-    recorded = config.model.content
-    if recorded is not None and recorded != identity.digest:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} is not the one that `wcache up` saw:"
-            f" it is {identity.digest[:19]}, {recorded[:19]} was recorded",
-            hint="run wcache up again to take the new one",
         )
 
 

@@ -15,7 +15,7 @@ from wcache.control import Control
 from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint, held_from
 from wcache.load.harvest import Harvest, harvest, quantization_of
-from wcache.load.job import PUBLISH_S, ask_load
+from wcache.load.order import PUBLISH_S, ask_load
 from wcache.load.publish import (
     check_memory,
     device_facts,

@@ -13,7 +13,7 @@ import msgspec
 from wcache.checkpoint import diff, identify
 from wcache.control import Control
 from wcache.errors import MismatchError, OutOfMemoryError, TryAgainError, WcacheError
-from wcache.load.job import PUBLISH_S
+from wcache.load.order import PUBLISH_S
 from wcache.load.publish import hand_over, rank_memory
 from wcache.load.report import failure_told
 from wcache.manifest import Manifest, Storage

@@ -155,7 +155,7 @@ def _loaded(
 
     from wcache.engines.vllm.disk import WatchedLoader
     from wcache.engines.vllm.wanted import wanted_by
-    from wcache.load.job import check_content
+    from wcache.load.order import check_content
 
     if device.type == "cpu":
         _silence_accelerator()

@@ -17,7 +17,7 @@ from wcache.engines.vllm.wanted import Wanted, is_same_model
 from wcache.errors import MismatchError, UsageError
 from wcache.fingerprint import Fingerprint, compare, held_from
 from wcache.load.harvest import Source, harvest, quantization_of
-from wcache.load.job import PUBLISH_S, ask_load
+from wcache.load.order import PUBLISH_S, ask_load
 from wcache.load.publish import digested, publish_slabs, rank_memory
 from wcache.load.report import ProgressReport
 from wcache.manifest import STORAGE_ALIGNMENT, Manifest, Storage, Tensor
