@@ -142,6 +142,8 @@ def _attached(wanted: Wanted) -> Attachment:
     try:
         return attach(rank=rank.rank, instance=rank.instance, wanted=wanted.fingerprint)
     except MismatchError as error:
+        if [one.field for one in error.differences] == ["device_uuid"]:
+            error.hint = "wcache run shows vllm the GPUs in the order of the ranks"
         if ("engine", "unknown") not in ((one.field, one.cached) for one in error.differences):
             raise
         raise MismatchError(
