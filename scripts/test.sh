@@ -12,4 +12,5 @@ make_venv .venv dev
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "$@"
+# Two at a time: most tests wait for processes of their own; those of one file share a set-up.
+exec python -m pytest --numprocesses 2 --dist loadfile "$@"
