@@ -85,9 +85,7 @@ def one_rank(checkpoint: Path, device: str) -> None:
     wcache("down")
     # Others on this machine may use some of it for a moment.
     little = size_of(checkpoint) // 10
-    wait_until(
-        lambda: memory_used(device) - before < little, "the weights' memory was given back"
-    )
+    wait_until(lambda: memory_used(device) - before < little, "the weights' memory was given back")
     left = memory_used(device) - before
     print(f"  {MEMORY[device]} in use: {left // MIB} MiB more than at the start")
 

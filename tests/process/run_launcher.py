@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from wcache.config import Loader
-from wcache.daemon.notify import Notifier
 from wcache.engines.interface import Engine, Launch, Mark, Probe, Sign, Wish
 from wcache.engines.orders import Orders
 from wcache.errors import WcacheError
+from wcache.notify import Notifier
 from wcache.run.session import Listeners, Plan, run
 from wcache.run.timeline import Record
 

@@ -465,7 +465,7 @@ def test_held_weights_are_not_freed_when_the_time_for_renewals_is_over(
     """In this process: half a minute is too long to be waited for."""
     from wcache.daemon.configuration import Configuration
     from wcache.daemon.holdings import Holdings
-    from wcache.daemon.notify import Notifier
+    from wcache.notify import Notifier
 
     phase_switched(places, store)
     end(daemon)

@@ -13,9 +13,9 @@ import wcache
 from tests.modules import Built, found_in, modules, raw
 from tests.places import Places, publish_config
 from wcache.daemon.configuration import Configuration
-from wcache.daemon.notify import Notifier
 from wcache.daemon.rank import Rank
 from wcache.daemon.server import Server
+from wcache.notify import Notifier
 from wcache.verify import Verifier
 
 pytestmark = pytest.mark.process

@@ -87,10 +87,10 @@ def _run(
     timeline: bool,
     out: Output,
 ) -> int:
-    from wcache.daemon.notify import Notifier
     from wcache.engines.interface import Launch
     from wcache.engines.orders import Orders
     from wcache.engines.wrappers import find_engine
+    from wcache.notify import Notifier
     from wcache.run.session import Listeners, Plan, extend_start
     from wcache.run.session import run as run_engine
 

@@ -12,11 +12,11 @@ from types import FrameType
 from wcache.daemon import ready
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.handover import take_over
-from wcache.daemon.notify import Notifier
 from wcache.daemon.rank import Rank
 from wcache.daemon.server import Server
 from wcache.errors import ExitCode, WcacheError
 from wcache.log import setup_logging
+from wcache.notify import Notifier
 from wcache.paths import InstancePaths, RankId
 
 log = logging.getLogger("wcache.daemon")

@@ -9,11 +9,11 @@ import msgspec
 from wcache.config import Config
 from wcache.daemon.configuration import Configuration
 from wcache.daemon.generation import Generation, adopt
-from wcache.daemon.notify import Notifier
 from wcache.daemon.roles import Record, Roles, take_records, without_access
 from wcache.daemon.safekeeping import Safekeeping
 from wcache.errors import ProtocolError
 from wcache.fingerprint import Fingerprint, compare, wanted_by
+from wcache.notify import Notifier
 from wcache.reports import FreedReport, GenerationReport, GenerationRole
 from wcache.units import size
 

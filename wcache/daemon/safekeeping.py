@@ -5,8 +5,8 @@ import time
 
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.generation import Generation
-from wcache.daemon.notify import Notifier
 from wcache.daemon.roles import Record, Roles
+from wcache.notify import Notifier
 
 log = logging.getLogger(__name__)
 

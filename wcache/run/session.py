@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from wcache.daemon.notify import Notifier
 from wcache.engines.interface import Engine, Launch, Probe, Sign
 from wcache.engines.orders import EVENTS, Event
 from wcache.errors import NotReadyError
+from wcache.notify import Notifier
 from wcache.run import outcome, timeline
 from wcache.run.child import Child
 from wcache.run.probe import Prober, Told, check_is_free

@@ -1,4 +1,4 @@
-"""What the daemon says to its supervisor: sd_notify(3) with the descriptor store."""
+"""What a service says to its supervisor: sd_notify(3) with the descriptor store."""
 
 import array
 import logging
