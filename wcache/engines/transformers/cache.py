@@ -178,7 +178,7 @@ class _Start:
                 wait_s=wait_s,
             )  # fmt: skip
         except MismatchError as error:
-            if "content: cached unknown" in error.message:
+            if ("content", "unknown") in ((one.field, one.cached) for one in error.differences):
                 error.hint = (
                     "a module was published, which tells of no checkpoint: from_cache(config=…)"
                     " takes it, and reads the configuration there"
