@@ -2,8 +2,14 @@
 
 import pytest
 
+from tests.places import Places
+from wcache.commands.run import _gpus_shown
+from wcache.config import Config, LayoutSection, MemorySection, ModelSection, save_config
 from wcache.devices import Gpu
+from wcache.engines.interface import Wish
 from wcache.errors import UsageError
+from wcache.output import Output
+from wcache.paths import InstancePaths
 from wcache.run.gpus import shown
 
 pytestmark = pytest.mark.unit
@@ -58,3 +64,40 @@ def test_another_order_of_devices_is_the_operators_choice() -> None:
 
 def test_a_gpu_that_is_gone_is_left_to_the_engine() -> None:
     assert shown(["GPU-z"], GPUS, {}) == {}
+
+
+@pytest.fixture
+def configured(places: Places, monkeypatch: pytest.MonkeyPatch) -> InstancePaths:
+    """An instance whose two ranks are on the second GPU and the first one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("wcache.devices.gpus", lambda: GPUS)
+    paths = InstancePaths.of("")
+    memory = MemorySection(device="cuda", devices=("GPU-b", "GPU-a"))
+    config = Config(
+        model=ModelSection(path="/m", loader="publish"), layout=LayoutSection(tp=2), memory=memory
+    )
+    save_config(config, paths.config_file)
+    return paths
+
+
+@pytest.mark.parametrize(("tp", "wanted"), [(2, "1,0"), (1, None), (4, None)])
+def test_an_engine_of_another_size_keeps_its_gpus(
+    configured: InstancePaths, tp: int, wanted: str | None
+) -> None:
+    added = _gpus_shown(configured, Wish(tp=tp), Output(quiet=True), strict=True)
+    assert added.get("CUDA_VISIBLE_DEVICES") == wanted
+
+
+def test_a_contradiction_is_a_warning_where_the_disk_may_be_read(
+    configured: InstancePaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UsageError):
+        _gpus_shown(configured, Wish(tp=2), Output(), strict=True)
+    assert _gpus_shown(configured, Wish(tp=2), Output(), strict=False) == {}
+    assert "its weights are on GPU-b" in capsys.readouterr().err
+
+
+def test_a_configuration_that_can_not_be_read_ends_no_engine(configured: InstancePaths) -> None:
+    configured.config_file.write_text("[model")
+    assert _gpus_shown(configured, Wish(tp=2), Output(), strict=True) == {}

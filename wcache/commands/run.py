@@ -14,6 +14,7 @@ from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
 
 if TYPE_CHECKING:
+    from wcache.engines.interface import Wish
     from wcache.run.timeline import Record
 
 
@@ -120,7 +121,7 @@ def _run(
         extend_start(notifier, ready_timeout_s)
         bring_up(engine, engine.wish(bare), paths, out)
     if mode is not Mode.OFF and engine is not None and engine.runs_ranks_in_order:
-        gpus = _gpus_shown(paths, out, strict=strict)
+        gpus = _gpus_shown(paths, engine.wish(bare), out, strict=strict)
         launch = replace(launch, environment={**launch.environment, **gpus})
     plan = Plan(
         engine=engine,
@@ -135,13 +136,16 @@ def _run(
     return run_engine(plan, notifier, Listeners(ready=scribe.ready, ended=scribe.ended))
 
 
-def _gpus_shown(paths: InstancePaths, out: Output, *, strict: bool) -> dict[str, str]:
+def _gpus_shown(paths: InstancePaths, wish: "Wish", out: Output, *, strict: bool) -> dict[str, str]:
     """Variables that have an engine's ranks run on the GPUs that hold their weights."""
     from wcache.ranks import read_config
 
-    config = read_config(paths)
-    if config is None or not config.memory.devices:
-        return {}
+    try:
+        config = read_config(paths)
+    except (WcacheError, OSError):
+        return {}  # the engine finds out, and does as it was ordered then
+    if config is None or not config.memory.devices or wish.ranks != config.ranks.world_size:
+        return {}  # nothing there fits it: it is not to be kept from its own GPUs
     from wcache.devices import gpus
     from wcache.run.gpus import shown
 
