@@ -9,7 +9,6 @@ on the way does not hold.
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -118,18 +117,13 @@ STAGES = {
 def main(given: argparse.Namespace) -> int:
     with vllm_starts.workplace(given.result) as work:
         starts = Starts(work)
-        try:
+        with starts.told(given.result):
             before = gpu_memory()["used_mib"][0]
             for stage in given.stages.split(","):
                 STAGES[stage](starts, given.model, given.modes.split(","))
             after = gpu_memory()["used_mib"][0]
             starts.expect(after <= before + 64, f"the GPU's memory is back: {before}, {after} MiB")
-        finally:
-            starts.show()
-            if given.result is not None:
-                given.result.write_text(json.dumps(starts.rows, indent=1))
-    print("\n".join(f"WRONG: {claim}" for claim in starts.failed) or "all tokens equal")
-    return 1 if starts.failed else 0
+    return starts.verdict()
 
 
 if __name__ == "__main__":

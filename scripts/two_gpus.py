@@ -10,7 +10,6 @@ script itself: what is of GPUs is left out.
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -357,17 +356,12 @@ def is_free(before: list[int]) -> bool:
 def main(given: argparse.Namespace) -> int:
     with vllm_starts.workplace(given.result) as work:
         starts = Starts(work, tp=2)
-        try:
+        with starts.told(given.result):
             before = gpu_memory()["used_mib"]
             for stage in given.stages.split(","):
                 STAGES[stage](Node(starts, given.device), given.model, given.fp8)
             starts.expect(is_free(before), f"the GPUs' memory is back: {before} MiB are in use")
-        finally:
-            starts.show()
-            if given.result is not None:
-                given.result.write_text(json.dumps(starts.rows, indent=1))
-    print("\n".join(f"WRONG: {claim}" for claim in starts.failed) or "all claims hold")
-    return 1 if starts.failed else 0
+    return starts.verdict()
 
 
 if __name__ == "__main__":

@@ -193,7 +193,22 @@ class Starts:
         finally:
             end(process, signal.SIGTERM)
 
-    def show(self) -> None:
+    @contextlib.contextmanager
+    def told(self, result: Path | None) -> Iterator[None]:
+        """Shows the table at the end of the block, however that ends, and keeps it as JSON."""
+        try:
+            yield
+        finally:
+            self._show()
+            if result is not None:
+                result.write_text(json.dumps(self.rows, indent=1))
+
+    def verdict(self) -> int:
+        """The exit status: 1 when a claim did not hold."""
+        print("\n".join(f"WRONG: {claim}" for claim in self.failed) or "all claims hold")
+        return 1 if self.failed else 0
+
+    def _show(self) -> None:
         columns = (
             "total", "imports", "LLM()", "model loading", "wcache fetch", "wcache map",
             "wcache build", "wcache bind", "wcache process", "wcache attach", "wcache publish",
