@@ -110,6 +110,15 @@ def decisive(held: Fingerprint) -> Fingerprint:
     return msgspec.structs.replace(held, **dict.fromkeys(passed))
 
 
+# Where a rank is in its layout.
+_PLACES = frozenset({"tp_rank", "pp_rank", "dp_rank", "ep_rank", "node_rank", "device_uuid"})
+
+
+def shared(held: Fingerprint) -> Fingerprint:
+    """Of ``held`` the fields that all ranks of one model have alike."""
+    return msgspec.structs.replace(decisive(held), **dict.fromkeys(_PLACES))
+
+
 def differences(one: Fingerprint, other: Fingerprint) -> tuple[Difference, ...]:
     """Where two fingerprints of held weights are not of the same bytes; empty when they are.
 

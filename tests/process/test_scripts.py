@@ -5,10 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import write_llama
@@ -120,8 +121,8 @@ def test_mode_off_leaves_a_script_and_its_environment_alone(
     assert record(places).outcome == "off"
 
 
-def group(size: int, model: Path, folder: Path, **more: str) -> list[tuple[int, str]]:
-    """Starts ``size`` processes as torchrun does; exit status and output of each."""
+def group(size: int, command: Sequence[str], folder: Path, **more: str) -> list[tuple[int, str]]:
+    """Starts ``size`` interpreters as torchrun does; exit status and output of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -131,7 +132,7 @@ def group(size: int, model: Path, folder: Path, **more: str) -> list[tuple[int, 
         with (folder / rank).open("wb") as log:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, str(SCRIPT), str(model)],
+                    [sys.executable, *command],
                     env=environment(**told, RANK=rank), stdout=log, stderr=log,
                 )
             )  # fmt: skip
@@ -156,7 +157,7 @@ def test_a_process_whose_neighbours_have_no_weights_reads_its_shard_with_them(
     events.touch()
     try:
         orders = Orders(events=events)
-        ended = group(3, model, tmp_path, **orders.environment())
+        ended = group(3, [str(SCRIPT), str(model)], tmp_path, **orders.environment())
     finally:
         made.close()
     assert [code for code, _ in ended] == [0, 0, 0], ended
@@ -166,3 +167,46 @@ def test_a_process_whose_neighbours_have_no_weights_reads_its_shard_with_them(
     assert {one.outcome for one in told.values()} == {"miss"}
     assert told[0].reason == ("processes 1, 2 of 3 can not use the cached weights, so none does")
     assert told[1].reason == "no daemon answers for rank 1"
+
+
+_TAKE_ANYTHING = "from wcache.engines.transformers import from_cache; from_cache()"
+
+
+def test_shards_of_two_models_are_no_model(places: Places, tmp_path: Path) -> None:
+    """As they are while ranks are switched to other weights one after the other."""
+    daemons = [TinyDaemon(places.rank(rank)) for rank in range(3)]
+    for rank, daemon in enumerate(daemons):
+        content = "sha256:old" if rank < 2 else "sha256:new"
+        fingerprint = Fingerprint(
+            model="m", content=content, loader="safetensors", tp_size=3, tp_rank=rank, dp_size=1
+        )
+        module = Holder({"weight": torch.ones(3)})
+        daemon.serve(*cached(module, fingerprint=fingerprint))
+        daemon.start()
+    try:
+        ended = group(3, ["-c", _TAKE_ANYTHING], tmp_path)
+    finally:
+        for daemon in daemons:
+            daemon.close()
+    for code, text in ended:
+        assert code == 1
+        assert "MismatchError: process 2 of 3 would have other weights than process 0" in text
+
+
+_TAKE = """
+import os, sys
+from wcache.engines.transformers import from_cache
+from_cache(sys.argv[1] if os.environ["RANK"] != "2" else None, fallback=True)
+"""
+
+
+def test_no_process_reads_the_disk_where_one_can_not(
+    places: Places, model: Path, tmp_path: Path
+) -> None:
+    """Those that had would wait for it in their first exchange."""
+    ended = group(3, ["-c", _TAKE, str(model)], tmp_path)
+    assert [code for code, _ in ended] == [1, 1, 1], ended
+    for _, text in ended[:2]:
+        assert "NotReadyError: process 2 of 3 can not read the disk, so none does" in text
+    assert "nothing can be read instead: no checkpoint is named" in ended[2][1]
+    assert "NoSuchRankError: no daemon answers for rank 2" in ended[2][1]

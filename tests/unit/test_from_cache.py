@@ -290,10 +290,11 @@ def test_the_configuration_says_what_to_read_where_the_script_does_not(
 ) -> None:
     with pytest.raises(NoSuchRankError):
         from_cache()
-    assert "no checkpoint is named to read instead" in caplog.text
+    assert "nothing can be read instead: no checkpoint is named" in caplog.text
     places.write_config(publish_config())
     with pytest.raises(NoSuchRankError):
-        from_cache()  # test-model is the name of nothing
+        from_cache()
+    assert "nothing can be read instead: no such checkpoint: test-model" in caplog.text
     places.write_config(Config(model=ModelSection(path=str(model))))
     assert type(from_cache()).__name__ == "LlamaForCausalLM"
 

@@ -1,8 +1,15 @@
 """Which rank a process takes, and when several processes are not the layout that is cached."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.checkpoints import write_llama
+from tests.places import Places
+from wcache.checkpoint import open_checkpoint
+from wcache.config import Config, LayoutSection, ModelSection
+from wcache.engines.transformers.disk import Disk
 from wcache.engines.transformers.place import Place
 from wcache.errors import MismatchError, UsageError
 from wcache.fingerprint import Fingerprint
@@ -88,9 +95,41 @@ def test_a_layout_that_does_not_fit_is_a_mismatch_of_a_field(
     assert hint in raised.value.hint
 
 
+@pytest.mark.parametrize(
+    ("environment", "beside"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 1),  # what is left in an environment
+    ],
+)
+def test_processes_of_this_machine_are_counted(environment: dict[str, str], beside: int) -> None:
+    assert Place.here(None, environment).local_size == beside
+
+
 def test_one_process_needs_no_group_and_agrees_with_itself() -> None:
     place = Place()
-    assert place.group(held(), torch.device("cpu")).size == 1
+    assert place.group(1, torch.device("cpu")).size == 1
     problem = UsageError("no")
     assert place.agree(problem) is problem
-    assert place.agree(None) is None
+    assert place.agree(None, held()) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "shards", "readers"),
+    [
+        # Each pair of processes is a model of its own, with its own prompts.
+        (LayoutSection(tp=2, dp=2), Place(number=3, size=4, local_size=4), 2, 4),
+        (LayoutSection(tp=1, dp=4), Place(number=3, size=4, local_size=4), 1, 4),
+        (LayoutSection(tp=3), Place(number=3, size=4, local_size=2), 4, 2),
+        (LayoutSection(tp=2), Place(), 1, 1),
+    ],
+)
+def test_the_disk_is_read_in_the_layout_that_the_cache_would_have(
+    places: Places, tmp_path: Path, layout: LayoutSection, place: Place, shards: int, readers: int
+) -> None:
+    """By what is read into this machine's memory."""
+    model = write_llama(tmp_path / "model")
+    places.write_config(Config(model=ModelSection(path=str(model)), layout=layout))
+    total = open_checkpoint(model).total_bytes
+    assert Disk.of(None, "", place, "cpu").nbytes == total * readers // shards

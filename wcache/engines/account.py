@@ -40,8 +40,8 @@ class Account:
     ) -> None:
         """Notes that nothing fits; returns, loudly, where the disk may be read instead.
 
-        ``room`` is where the model would lie then and about how many bytes it takes; None when
-        that is not known. Raises ``why`` when the disk may not be read, and
+        ``room`` is where the model would lie then and about how many bytes that takes; None when
+        it is not known. Raises ``why`` when the disk may not be read, and
         :class:`OutOfMemoryError` when the model does not fit beside what is resident.
         """
         outcome: Outcome = "mismatch" if isinstance(why, MismatchError) else "miss"
@@ -60,7 +60,7 @@ class Account:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
         if needed > free:
             raise OutOfMemoryError(
-                f"rank {self._rank} would need {size(needed)} beside what is resident on"
-                f" {device}, {size(free)} are free; it was to read the disk because {why.message}",
+                f"rank {self._rank} can not read the disk: that takes {size(needed)} beside what is"
+                f" resident on {device}, {size(free)} are free; it was to, because {why.message}",
                 hint="wcache down frees what is cached, wcache status shows what that is",
             )

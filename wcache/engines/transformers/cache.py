@@ -161,7 +161,8 @@ class _Start:
             raise  # a mistake in the script, for all of its processes
         except WcacheError as error:
             problem = error
-        problem = self._place.agree(problem)
+        held = attachment.fingerprint if attachment is not None else None
+        problem = self._place.agree(problem, held)
         if attachment is None or problem is not None:
             if attachment is not None:
                 attachment.close()
@@ -185,7 +186,9 @@ class _Start:
                 )
             raise
         try:
-            self._place.check(attachment.fingerprint)
+            held = attachment.fingerprint
+            check_is_whole(held, held.tp_size or 1)
+            self._place.check(held)
         except BaseException:
             attachment.close()
             raise
@@ -196,9 +199,8 @@ class _Start:
     ) -> "transformers.PreTrainedModel":
         fingerprint = attachment.fingerprint
         try:
-            check_is_whole(fingerprint, fingerprint.tp_size or 1)
             check_device(attachment.device, self._device)
-            group = self._place.group(fingerprint, attachment.device)
+            group = self._place.group(fingerprint.tp_size or 1, attachment.device)
             source = Source.of(config, fingerprint)
             model = build(attachment, source, group=group, told=self._account.told, **self._options)
         except BaseException:
@@ -216,11 +218,19 @@ class _Start:
             may_read = False  # only together could they know that all of them do
         disk = None
         if may_read:
-            disk = Disk.of(model, self._rank_id.instance, self._place, self._device)
-            if disk is None:
-                log.warning("wcache: no checkpoint is named to read instead: from_cache(model=…)")
+            try:
+                disk = Disk.of(model, self._rank_id.instance, self._place, self._device)
+            except WcacheError as error:
+                log.warning("wcache: nothing can be read instead: %s", error.message)
         room = (disk.device, disk.nbytes) if disk is not None else None
-        self._account.missed(why, may_read=disk is not None, room=room)
+        problem = None
+        try:
+            self._account.missed(why, may_read=disk is not None, room=room)
+        except WcacheError as error:
+            problem = error
+        # Also so that none looks for room when others have begun to take it.
+        if (problem := self._place.agree(problem, task="read the disk")) is not None:
+            raise problem
         assert disk is not None
         begun = time.perf_counter()
         found = disk.load(**self._options)

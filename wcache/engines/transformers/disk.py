@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wcache.checkpoint import Checkpoint, open_checkpoint
+from wcache.checkpoint import Checkpoint
 from wcache.client.views import views
 from wcache.config import Config, LayoutSection, ModelSection
-from wcache.engines.transformers.group import Group
 from wcache.engines.transformers.model import build, model_class
 from wcache.engines.transformers.place import Place
 from wcache.engines.transformers.source import Source
@@ -40,8 +39,10 @@ class Disk:
         self._place = place
         self._tp = tp
         self.device = device
-        self.nbytes = checkpoint.total_bytes // tp
-        """About what the model, or this process's shard, takes."""
+        # Those beside it read into the same memory, where that is the host's.
+        readers = place.local_size if device.type == "cpu" else 1
+        self.nbytes = checkpoint.total_bytes * readers // tp
+        """About what is read into the memory of :attr:`device`, by all processes that do."""
 
     @classmethod
     def of(
@@ -50,10 +51,10 @@ class Disk:
         instance: str,
         place: Place,
         device: str | torch.device | None,
-    ) -> "Disk | None":
+    ) -> "Disk":
         """The checkpoint of ``model``, or else of the instance's configuration.
 
-        None when neither says which one, or it is not there.
+        Raises :class:`WcacheError` when neither says which one, or it is not there.
         """
         try:
             config = read_config(InstancePaths.of(instance))
@@ -61,15 +62,12 @@ class Disk:
             config = None  # not there, or not for this user to read
         name = str(model) if model is not None else config.model.path if config else None
         if name is None:
-            return None
-        try:
-            checkpoint = open_checkpoint(resolve_model(name, None).path)
-        except WcacheError:
-            return None
-        # Of several processes each has a shard, unless the ranks are known to be replicas.
+            raise CheckpointError("no checkpoint is named: from_cache(model=…)")
+        checkpoint = resolve_model(name, None).open()
+        # Of several processes each has a shard, unless they are known to be replicas.
         tp = place.size if place.is_joint else 1
-        if config is not None and config.layout.dp == place.size:
-            tp = 1
+        if config is not None and config.layout.tp * config.layout.dp == place.size:
+            tp = config.layout.tp
         return cls(checkpoint, place, tp, _device(device, place))
 
     def load(
@@ -78,8 +76,8 @@ class Disk:
         """Raises :class:`CheckpointError` for a checkpoint that transformers can not load."""
         source = Source(str(self._checkpoint.path), None)
         if self._tp > 1:
-            weights = Shard(self._checkpoint, self._tp, self._place.number, self.device)
-            group = Group(rank=self._place.number, size=self._tp)
+            group = self._place.group(self._tp, self.device)
+            weights = Shard(self._checkpoint, self._tp, group.rank, self.device)
             return build(
                 weights, source, group=group, attn_implementation=attn_implementation,
                 overrides=overrides,

@@ -1,7 +1,7 @@
 """Which of torchrun's processes this one is, and what they must agree on."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as distributed
 
 from wcache.engines.transformers.group import ALONE, Group
 from wcache.errors import MismatchError, NotReadyError, UsageError, WcacheError
-from wcache.fingerprint import Fingerprint
+from wcache.fingerprint import Fingerprint, shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +18,8 @@ class Place:
 
     number: int = 0
     size: int = 1
+    local_size: int = 1
+    """How many of them this machine has."""
     rank: int | None = None
     """The rank of the cache that was named; None where it follows from :attr:`number`."""
 
@@ -32,7 +34,9 @@ class Place:
             )
         if rank is None:
             rank = _number(environment, "WCACHE_RANK")
-        return cls(number=number or 0, size=size or 1, rank=rank)
+        size = size or 1
+        local = min(_number(environment, "LOCAL_WORLD_SIZE") or 1, size)
+        return cls(number=number or 0, size=size, local_size=local, rank=rank)
 
     @property
     def is_joint(self) -> bool:
@@ -85,33 +89,46 @@ class Place:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise WcacheError(f"torch.distributed can not be set up: {line[:300]}") from None
 
-    def agree(self, problem: WcacheError | None) -> WcacheError | None:
-        """What keeps any of the processes from using its weights; None when all can.
+    def agree(
+        self,
+        problem: WcacheError | None,
+        held: Fingerprint | None = None,
+        *,
+        task: str = "use the cached weights",
+    ) -> WcacheError | None:
+        """What keeps any of the processes from its ``task``, or what it holds; None when all can.
 
-        A model that some have from the cache and others from disk is two models.
+        A model that some have from the cache and others from disk is two models, and so is one of
+        ranks of which some have switched to other weights already.
         """
         if not self.is_joint:
             return problem
         config = str(distributed.get_backend_config())
         device = "cpu" if "gloo" in config else "cuda"
-        mine = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+        mine = torch.tensor([problem is None, _number_of(held)], dtype=torch.int64, device=device)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(every, mine)
-        without = [number for number, one in enumerate(every) if one.item()]
-        if problem is not None or not without:
+        told = [(bool(able), number) for able, number in torch.stack(every).tolist()]
+        without = [process for process, (able, _) in enumerate(told) if not able]
+        if problem is not None:
             return problem
-        told = ", ".join(map(str, without))
-        return NotReadyError(
-            f"{'process' if len(without) == 1 else 'processes'} {told} of {self.size} can not use"
-            " the cached weights, so none does"
-        )
+        if without:
+            return NotReadyError(
+                f"{_processes(without)} of {self.size} can not {task}, so none does"
+            )
+        others = [process for process, (_, number) in enumerate(told) if number != told[0][1]]
+        if others:
+            return MismatchError(
+                f"{_processes(others)} of {self.size} would have other weights than process 0",
+                hint="wcache status shows what each rank serves; a switch is over in a moment",
+            )
+        return None
 
-    def group(self, held: Fingerprint, device: torch.device) -> Group:
-        """The processes that have the other shards of what is held, for weights on ``device``.
+    def group(self, tp: int, device: torch.device) -> Group:
+        """The ``tp`` processes that have the shards of one model, for weights on ``device``.
 
         Raises :class:`UsageError` when this process computes on another GPU than that.
         """
-        tp = held.tp_size or 1
         if tp == 1:
             return ALONE
         was_set_up = distributed.is_initialized()
@@ -144,6 +161,17 @@ def _other_size(tp: int, dp: int, size: int) -> str:
         f"start {processes} (torchrun --nproc-per-node), load with wcache up --tp {size}, or name a"
         " rank with the whole model: from_cache(rank=…)"
     )
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    return f"{'process' if len(numbers) == 1 else 'processes'} {', '.join(map(str, numbers))}"
+
+
+def _number_of(held: Fingerprint | None) -> int:
+    """63 bits of the digest of what all ranks of a model have alike."""
+    if held is None:
+        return 0
+    return int(shared(held).digest().removeprefix("sha256:")[:16], 16) >> 1
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
