@@ -94,6 +94,19 @@ def test_a_signal_reaches_the_engine_and_its_exit_code_comes_back(
     assert run.record("ENDED").exit_code == expected
 
 
+def test_an_engine_inherits_what_is_ignored(runs: list[Run], tmp_path: Path, port: int) -> None:
+    """As ``nohup`` has it of the hangup: neither wcache nor the engine ends when its shell does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        runs.append(run := Run(tmp_path, port, 60))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.wait_ready()
+    run.process.send_signal(signal.SIGHUP)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(PATIENCE_S) == 17
+
+
 def test_an_engine_that_dies_is_told_with_its_code(
     runs: list[Run], tmp_path: Path, port: int
 ) -> None:

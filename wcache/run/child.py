@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -59,12 +59,17 @@ class Child:
         # From here to the end of the context: a signal in between would end this process alone.
         self._asked: list[int] = []
         self._hurried = False  # somebody asked for the end of what the child has left behind
-        self._before = self._forward_signals()
+        self._before: dict[int, _Handler] = {}
+        # What is ignored here, by nohup say, has to be so still when the child inherits it.
+        ignored = [n for n in FORWARDED if signal.getsignal(n) is signal.SIG_IGN]
+        self._look_at_children()
+        self._forward(number for number in FORWARDED if number not in ignored)
         try:
             self._process = _started(argv, environment, piped=line_seen is not None)
         except UsageError:
             self._forget_signals()
             raise
+        self._forward(ignored)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         for number in self._asked:
@@ -148,18 +153,21 @@ class Child:
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
-    def _forward_signals(self) -> "dict[int, _Handler]":
+    def _forward(self, numbers: Iterable[int]) -> None:
         def forward(number: int, _: FrameType | None) -> None:
             if self._pidfd < 0:
                 self._asked.append(number)
             else:
                 self.signal(number)
 
+        for number in numbers:
+            self._before[number] = signal.signal(number, forward)
+
+    def _look_at_children(self) -> None:
         def look(_number: int, _: FrameType | None) -> None:
             self._write_wake()  # the thread that runs this may hold the lock
 
-        handlers = dict.fromkeys(FORWARDED, forward) | {signal.SIGCHLD: look}
-        return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, look)
 
     def _forget_signals(self) -> None:
         for number, handler in self._before.items():
