@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import write_llama
 from tests.places import Places
-from tests.processes import end
+from tests.processes import Store, end
 from tests.tiny_daemon import TinyDaemon
 from tests.weights import Holder, cached
 from wcache.checkpoint import identify, open_checkpoint
@@ -110,6 +111,21 @@ def test_a_script_that_never_asks_runs_as_it_would_and_nothing_is_claimed(places
     assert (told.outcome, told.reason, told.phases) == (None, "", ())
 
 
+def test_a_script_that_can_not_use_what_it_got_has_asked(
+    places: Places, daemon: TinyDaemon, model: Path
+) -> None:
+    take = (
+        "import sys; from wcache.engines.transformers import from_cache as take; take(num_layers=1)"
+    )
+    done = run("--", sys.executable, "-c", take)
+    assert done.returncode == 1
+    assert "UsageError: llama has no setting num_layers" in done.stderr
+    assert "nothing that ran asked" not in done.stderr
+    assert (
+        "the cache was asked for weights, and none were taken: the engine's own log" in done.stderr
+    )
+
+
 def test_mode_off_leaves_a_script_and_its_environment_alone(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +135,23 @@ def test_mode_off_leaves_a_script_and_its_environment_alone(
     done = run("--mode", "off", "--", *command)
     assert json.loads(done.stdout) == json.loads(plain.stdout)
     assert record(places).outcome == "off"
+
+
+def test_mode_off_is_ready_when_it_has_started(places: Places, tmp_path: Path) -> None:
+    """A script's own mark is heard by nobody then, and its unit would wait for it."""
+    store = Store(tmp_path / "notify")
+    command = ["run", "--mode", "off", "--", sys.executable, "-c", "input()"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "wcache", *command],
+        env=environment(NOTIFY_SOCKET=str(store.path)), stdin=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        store.serve(lambda: "READY=1" in store.said)
+    finally:
+        assert started.stdin is not None
+        started.stdin.close()  # ends the script
+        end(started, signal.SIGTERM)
+        store.close()
 
 
 def group(size: int, command: Sequence[str], folder: Path, **more: str) -> list[tuple[int, str]]:

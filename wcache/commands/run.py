@@ -101,11 +101,10 @@ def _run(
     wrapper, bare = tuple(command[:begin]), command[begin:]
     strict = mode is Mode.DAEMON or on_mismatch is OnMismatch.FAIL
     orders = Orders(instance=paths.instance, on_mismatch="fail" if strict else "fallback")
-    if engine is None:
-        out.say(f"{command[0]} is no engine that wcache knows: it gets the environment alone")
     if mode is Mode.OFF:
         launch = Launch(argv=tuple(command))
     elif engine is None:
+        out.say(f"{command[0]} is no engine that wcache knows: it gets the environment alone")
         launch = Launch(argv=tuple(command), environment=orders.environment())
     else:
         launch = engine.launch(bare, orders)
@@ -183,7 +182,7 @@ class Scribe:
         """At the end of the engine, whether it got ready or not."""
         self._say_outcome(record)
         if not self._said and record.engine:
-            self._out.say("nothing that ran asked the cache for weights")
+            self._out.say(_silence(record))
         if record.ready_s is None:
             self._show(record)
         self._save(record)
@@ -220,6 +219,13 @@ class Scribe:
             save(record, self._folder, record_name(record, os.getpid()))
         except OSError as error:
             self._out.warn(f"the timeline is not written to {self._folder}: {_reason(error)}")
+
+
+def _silence(record: "Record") -> str:
+    """What to say of a run of which no outcome was told."""
+    if record.steps or any(phase.source == "event" for phase in record.phases):
+        return "the cache was asked for weights, and none were taken: the engine's own log says why"
+    return "nothing that ran asked the cache for weights"
 
 
 def _reason(error: OSError) -> str:

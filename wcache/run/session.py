@@ -102,8 +102,8 @@ class _Session:
             if isinstance(plan.probe, Probe):
                 self._prober = Prober(plan.probe, child.pid, self._teller(child))
                 ends.callback(self._prober.stop)
-            elif plan.engine is None:
-                self._notifier.say("READY=1")  # of what is not known, only its start can be told
+            elif plan.engine is None or (plan.probe is None and plan.mode == "off"):
+                self._notifier.say("READY=1")  # nothing but its start will ever be told
             status = child.wait(self._too_late, self._pause)
             if status is None:
                 child.terminate(_END_S)
