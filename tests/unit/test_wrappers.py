@@ -13,6 +13,7 @@ pytestmark = pytest.mark.unit
         "",
         "env",
         "/usr/bin/env -u HF_HOME VLLM_LOGGING_LEVEL=DEBUG",
+        "env VLLM_PLUGIN_FILE=/etc/serving.py",
         "numactl --cpunodebind 0 --membind=0",
         "uv run --with vllm",
         "nice -n 5 taskset -c 0-3",

@@ -18,12 +18,15 @@ def find_engine(argv: Sequence[str]) -> tuple[Engine | None, int]:
     """The engine that ``argv`` starts, and where in it the engine's own command begins.
 
     The arguments of a wrapper are not understood: the engine is the first one that begins behind
-    it. None and 0 for a command that starts none.
+    it, with a word that is neither an option nor a variable. None and 0 for a command that starts
+    none.
     """
     engine = engine_for(argv)
     if engine is not None or not argv or PurePath(argv[0]).name not in _WRAPPERS:
         return engine, 0
     for place in range(1, len(argv)):
+        if argv[place].startswith("-") or "=" in argv[place]:
+            continue
         engine = engine_for(argv[place:])
         if engine is not None:
             return engine, place
