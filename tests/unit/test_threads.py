@@ -116,3 +116,23 @@ def test_no_thread_waits_for_one_that_can_not_be_started(monkeypatch: pytest.Mon
         in_threads(3, lambda: None)
     assert threading.active_count() == before
     assert (torch.get_num_threads(), in_new_thread()) == (3, 3)
+
+
+def test_no_thread_waits_for_a_number_that_can_not_be_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = threading.active_count()
+    start = threading.Thread.start
+    started: list[bool] = []
+
+    def limited(thread: threading.Thread) -> None:
+        is_ours = thread.name.startswith("wcache-digest")
+        if any(started) and not is_ours:
+            raise RuntimeError("can't start new thread")
+        started.append(is_ours)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        in_threads(2, lambda: None)
+    assert threading.active_count() == before

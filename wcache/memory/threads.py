@@ -43,8 +43,10 @@ def in_threads(count: int, work: Callable[[], T]) -> list[T]:
                 pool.shutdown()  # what is begun sets the number, which is restored after it
                 raise
             finally:
-                _in_new_thread(torch.set_num_threads, before)
-                restored.set()
+                try:
+                    _in_new_thread(torch.set_num_threads, before)
+                finally:
+                    restored.set()
         return [future.result() for future in futures]
 
 
