@@ -1,12 +1,12 @@
 """From what an operator calls a model to a folder on this machine: a path, or a hub id."""
 
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.errors import CheckpointError, WcacheError
+from wcache.output import talk
 
 # Weights and what is needed to use them. No pickles and no code: wcache would run neither, and
 # whoever reads the folder after it should not have to wonder.
@@ -104,7 +104,7 @@ def _downloaded(model: str, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
-    print(f"{model} is not in the hub's local cache: asking the hub", file=sys.stderr, flush=True)
+    talk(f"{model} is not in the hub's local cache: asking the hub")
     at = f" at revision {revision}" if revision else ""
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
