@@ -96,15 +96,44 @@ def test_a_layout_that_does_not_fit_is_a_mismatch_of_a_field(
 
 
 @pytest.mark.parametrize(
-    ("environment", "beside"),
+    ("environment", "number", "beside"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, 1),
-        ({"LOCAL_WORLD_SIZE": "4"}, 1),  # what is left in an environment
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, 2),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, 1, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 0, 1),  # what is left in an environment
     ],
 )
-def test_processes_of_this_machine_are_counted(environment: dict[str, str], beside: int) -> None:
-    assert Place.here(None, environment).local_size == beside
+def test_processes_of_this_machine_are_counted(
+    environment: dict[str, str], number: int, beside: int
+) -> None:
+    place = Place.here(None, environment)
+    assert (place.local_number, place.local_size) == (number, beside)
+
+
+@pytest.mark.parametrize(
+    ("place", "chosen", "index"),
+    [
+        # The second node of two, with more GPUs than processes.
+        (Place(number=5, size=8, local_number=1, local_size=4), 0, 1),
+        (Place(number=5, size=8, local_number=1, local_size=4), 6, 6),
+        (Place(number=9, size=10, local_number=9), 0, 1),
+        (Place(), 3, 3),
+        (Place(number=1, size=2, local_number=1, rank=0), 0, 0),
+    ],
+)
+def test_the_disk_is_read_to_the_gpu_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+    places: Places,
+    tmp_path: Path,
+    place: Place,
+    chosen: int,
+    index: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    model = write_llama(tmp_path / "model")
+    assert Disk.of(model, "", place, None).device == torch.device("cuda", index)
 
 
 def test_one_process_needs_no_group_and_agrees_with_itself() -> None:

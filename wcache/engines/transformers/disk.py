@@ -139,8 +139,10 @@ def _device(asked: str | torch.device | None, place: Place) -> torch.device:
         return torch.device(asked)
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local = place.number % torch.cuda.device_count() if place.is_joint else None
-    return torch.device("cuda", torch.cuda.current_device() if local is None else local)
+    index = torch.cuda.current_device()
+    if place.is_joint and not index:  # nobody has chosen one
+        index = place.local_number % torch.cuda.device_count()
+    return torch.device("cuda", index)
 
 
 def _uuid(device: torch.device) -> str | None:

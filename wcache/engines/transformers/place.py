@@ -18,6 +18,8 @@ class Place:
 
     number: int = 0
     size: int = 1
+    local_number: int = 0
+    """Among those of this machine."""
     local_size: int = 1
     """How many of them this machine has."""
     rank: int | None = None
@@ -34,9 +36,15 @@ class Place:
             )
         if rank is None:
             rank = _number(environment, "WCACHE_RANK")
-        size = size or 1
-        local = min(_number(environment, "LOCAL_WORLD_SIZE") or 1, size)
-        return cls(number=number or 0, size=size, local_size=local, rank=rank)
+        number, size = number or 0, size or 1
+        local = _number(environment, "LOCAL_RANK")
+        return cls(
+            number=number,
+            size=size,
+            local_number=number if local is None else local,
+            local_size=min(_number(environment, "LOCAL_WORLD_SIZE") or 1, size),
+            rank=rank,
+        )
 
     @property
     def is_joint(self) -> bool:
