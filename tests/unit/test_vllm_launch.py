@@ -228,3 +228,13 @@ def test_a_layout_that_no_rank_can_load_alone_is_refused(
     with pytest.raises(UsageError) as raised:
         check_layout(config)
     assert "--loader publish" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("0.30.1", ""), ("0.33.7+cpu", ""), ("0.34.0", "later than 0.33"), ("1.0", "1.0 is")],
+)
+def test_a_version_that_nobody_has_tried_is_told_of(version: str, said: str) -> None:
+    told = versions.untried(version)
+    assert said in told
+    assert bool(told) == bool(said)

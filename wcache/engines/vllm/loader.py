@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import torch
+import vllm
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -12,6 +13,7 @@ from wcache.client import Attachment, attach
 from wcache.control import RefusedError
 from wcache.engines.account import Account
 from wcache.engines.orders import Orders
+from wcache.engines.vllm import versions
 from wcache.engines.vllm.build import build
 from wcache.engines.vllm.disk import WatchedLoader, disk_config
 from wcache.engines.vllm.fill import Claim, claim, point_at, publish
@@ -77,6 +79,8 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
         :class:`OutOfMemoryError` when the disk is the way out and the model would not fit beside
         what is resident, and what :func:`wcache.attach` raises where the orders forbid that way.
         """
+        if told := versions.untried(str(vllm.__version__)):
+            log.warning("wcache: %s", told)
         check_is_target(vllm_config, model_config)
         check_features(vllm_config)
         load = _Load(self._orders, self.load_config, vllm_config, model_config, prefix)

@@ -7,11 +7,9 @@ from wcache.errors import WcacheError
 FIRST = (0, 30)
 """0.30 brought ``weights_already_processed``, without which finished weights can not be bound."""
 LAST_SEEN = (0, 33)
-"""The newest that was tried; a later one is used, and told of in the log."""
+"""The newest that was tried; of a later one the engine's log tells."""
 KNOWS_EXTERNAL_WEIGHTS = (0, 32)
 """From here on a loader tells how many bytes lie on the GPU outside of the process."""
-SPARES_CPU_WEIGHTS = (0, 32)
-"""From here on a CPU layer can be told to compute with its weight as it is, without packing it."""
 
 
 def parse(version: str) -> tuple[int, int]:
@@ -34,6 +32,13 @@ def check(version: str) -> tuple[int, int]:
             hint="upgrade vllm, or start it without wcache (wcache run --mode off)",
         )
     return parsed
+
+
+def untried(version: str) -> str:
+    """What to say of a version later than all that were tried; empty for any other."""
+    if parse(version) <= LAST_SEEN:
+        return ""
+    return f"vllm {version} is later than {_text(LAST_SEEN)}, the last that wcache was tried with"
 
 
 def _text(version: tuple[int, int]) -> str:
