@@ -46,16 +46,6 @@ def try_all(
     return answers, errors
 
 
-def ask_all(
-    paths: InstancePaths, ranks: Iterable[int], message: Request, kind: type[R]
-) -> dict[int, R]:
-    """The answer of every rank; raises the first error, after all were asked."""
-    answers, errors = try_all(paths, ranks, lambda _: message, kind)
-    for error in errors.values():
-        raise error
-    return answers
-
-
 def _ask(paths: RankPaths, message: Request, kind: type[R]) -> R:
     deadline = time.monotonic() + PATIENCE_S
     while True:
