@@ -229,17 +229,17 @@ def test_shards_of_two_models_are_no_model(places: Places, tmp_path: Path) -> No
 _TAKE = """
 import os, sys
 from wcache.engines.transformers import from_cache
-from_cache(sys.argv[1] if os.environ["RANK"] != "2" else None, fallback=True)
+from_cache(sys.argv[1] if os.environ["RANK"] != "2" else "/nowhere", fallback=True)
 """
 
 
 def test_no_process_reads_the_disk_where_one_can_not(
     places: Places, model: Path, tmp_path: Path
 ) -> None:
-    """Those that had would wait for it in their first exchange."""
+    """As on a machine that lacks the folder; others would wait for it in their first exchange."""
     ended = group(3, ["-c", _TAKE, str(model)], tmp_path)
     assert [code for code, _ in ended] == [1, 1, 1], ended
     for _, text in ended[:2]:
         assert "NotReadyError: process 2 of 3 can not read the disk, so none does" in text
-    assert "nothing can be read instead: no checkpoint is named" in ended[2][1]
-    assert "NoSuchRankError: no daemon answers for rank 2" in ended[2][1]
+    assert "nothing can be read instead: no such checkpoint: /nowhere" in ended[2][1]
+    assert "CheckpointError: no such checkpoint: /nowhere" in ended[2][1]

@@ -122,11 +122,6 @@ def test_a_hit_is_told_step_by_step(
     found.wcache_attachment.close()
 
 
-def test_nothing_is_told_where_nobody_asked(served: TinyDaemon, events: Path, model: Path) -> None:
-    from_cache(model).wcache_attachment.close()
-    assert read_events(events) == []
-
-
 def test_a_script_marks_its_first_token_once(
     ordered: None, events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +206,10 @@ def test_a_hub_id_that_is_not_here_goes_by_its_name(
         from_cache("org/name")
 
 
-def test_a_model_that_is_not_there_is_named(places: Places, ordered: None) -> None:
+def test_a_model_that_is_not_there_is_named(places: Places, ordered: None, events: Path) -> None:
     with pytest.raises(CheckpointError, match="no such checkpoint: /nowhere"):
         from_cache("/nowhere")
+    assert outcome(events).reason == "no such checkpoint: /nowhere"
 
 
 def test_another_number_of_processes_than_shards_is_a_mismatch(

@@ -99,7 +99,7 @@ def _from_cache(
     account = Account(orders, rank_id, log)
     start = _Start(account=account, place=place, rank_id=rank_id, device=device, options=options)
     begun = start.join()
-    found = start.attached(_asked(model, wanted), wait_s)
+    found = start.attached(model, wanted, wait_s)
     if isinstance(found, Attachment):
         return start.bound(found, config if config is not None else model, begun)
     return start.from_disk(found, model, may_read=fallback)
@@ -152,11 +152,13 @@ class _Start:
         self._account.told("distributed", ready - begun)
         return ready
 
-    def attached(self, wanted: Fingerprint | None, wait_s: float) -> Attachment | WcacheError:
+    def attached(
+        self, model: str | Path | None, wanted: Fingerprint | None, wait_s: float
+    ) -> Attachment | WcacheError:
         """An attachment, or why this process or one of its neighbours has none."""
         attachment, problem = None, None
         try:
-            attachment = self._attach(wanted, wait_s)
+            attachment = self._attach(_asked(model, wanted), wait_s)
         except UsageError:
             raise  # a mistake in the script, for all of its processes
         except WcacheError as error:
