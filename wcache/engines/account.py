@@ -31,9 +31,9 @@ class Account:
         """The engine computes with what is cached; ``seconds`` are those of all of it."""
         self.told("attach", seconds)
         held = size(attachment.manifest.weight_bytes)
-        reason = f"attached to generation {attachment.generation}, {held} in {seconds:.2f} s"
-        self._log.info("wcache: rank %s %s", self._rank, reason)
-        self.end("hit", reason)
+        reason = f"attached to generation {attachment.generation}, {held}"
+        self._log.info("wcache: rank %s %s in %.2f s", self._rank, reason, seconds)
+        self.end("hit", reason)  # without the time, ranks with the same are told of together
 
     def missed(
         self, why: WcacheError, *, may_read: bool, room: tuple[torch.device, int] | None
