@@ -334,6 +334,18 @@ def test_parity_without_the_files_is_no_success(node: Node) -> None:
     assert code(results) == ExitCode.FAILED
 
 
+def test_a_model_that_transformers_can_not_make_costs_the_logits_alone(node: Node) -> None:
+    folder = write_llama(node.places.root / "model")
+    node.up(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "nonsense"}))
+    results = node.verify("parity")
+    assert one(results, "parity").result == "ok"
+    found = one(results, "logits")
+    assert found.result == "skipped"
+    assert found.detail.startswith("transformers can not run this model: KeyError: 'nonsense'")
+
+
 def test_a_checkpoint_of_other_content_is_told_tensor_by_tensor(node: Node) -> None:
     folder = write_llama(node.places.root / "model")
     node.up(folder)

@@ -49,6 +49,11 @@ def logits(rank_id: RankId, manifest: Manifest, folder: Path | None, progress: P
             fresh = _of_disk(kind, folder, gate.check(open_checkpoint(folder)).method)
     except WcacheError as error:
         return _result(rank_id, "skipped", f"transformers can not run this model: {error.message}")
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        # Of transformers, or of torch for want of memory.
+        line = (str(error).strip().splitlines() or [""])[0]
+        why = f"{type(error).__name__}: {line[:200]}"
+        return _result(rank_id, "skipped", f"transformers can not run this model: {why}")
     multiplied = ", with FP8 multiplied out," if kind.fp8_weights else ""
     tokens = f"logits of {len(PROMPT)} fixed tokens{multiplied}"
     beside = f"a fresh model of transformers {transformers.__version__}"
