@@ -42,6 +42,8 @@ from wcache.protocol import (
 from wcache.wire import close_all, peer_credentials, receive, send
 
 DEFAULT_TIMEOUT_S = 30.0
+COMMAND = "WCACHE_COMMAND"
+"""The variable by which ``wcache run`` tells all processes of an engine its command line."""
 R = TypeVar("R", bound=Message)
 
 _REFUSALS: dict[RefusalReason, type[WcacheError]] = {
@@ -268,6 +270,11 @@ def _connect_when_accepted(connection: socket.socket, path: Path, timeout_s: flo
 
 
 def own_command() -> str:
-    """This process's command line, for the daemon's list of leases."""
+    """What an operator knows this process by, for the daemon's list of leases.
+
+    Its command line, or the one by which ``wcache run`` has started all of an engine: what one of
+    its workers was started with tells nothing.
+    """
+    words = os.environ.get(COMMAND) or " ".join(sys.orig_argv)
     # An argument that is not UTF-8 comes as surrogates, which no message can carry.
-    return " ".join(sys.orig_argv)[:MAX_TEXT].encode(errors="replace").decode()
+    return words[:MAX_TEXT].encode(errors="replace").decode()

@@ -54,6 +54,25 @@ def check_instance_name(name: str) -> str:
     return name
 
 
+def rank_meant(rank: int | None, instance: str | None) -> RankId:
+    """What a program means that leaves either out: WCACHE_RANK and WCACHE_INSTANCE, which
+    ``wcache run`` sets, then rank 0 of the default instance.
+
+    Raises :class:`UsageError` for what is no rank or no name.
+    """
+    if rank is None:
+        text = os.environ.get("WCACHE_RANK", "0")
+        try:
+            rank = int(text)
+        except ValueError:
+            raise UsageError(f"WCACHE_RANK is not a number: {text!r}") from None
+    if rank < 0:
+        raise UsageError(f"not a rank: {rank}")
+    if instance is None:
+        instance = os.environ.get("WCACHE_INSTANCE", "")
+    return RankId(check_instance_name(instance) if instance else "", rank)
+
+
 def _folder(variable: str, system: str, user_variable: str, user_default: str) -> Path:
     if chosen := os.environ.get(variable):
         return Path(chosen)

@@ -248,7 +248,7 @@ def from_arguments(engine: str | None, arguments: Sequence[str]) -> dict[str, st
             following = arguments[place + 1] if place + 1 < len(arguments) else "--"
             value = "true" if following.startswith("--") else following
         first = name.partition(".")[0]
-        if first in known or (_OPTION_WORDS.search(name) and not _is_secret(name)):
+        if first in known or (_OPTION_WORDS.search(name) and not is_secret(name)):
             found[name] = _value(value)
     return dict(sorted(found.items()))
 
@@ -295,12 +295,30 @@ def _may_matter(name: str) -> bool:
         name in HARMLESS
         or name.startswith(HARMLESS_BEGINNINGS)
         or name.endswith(HARMLESS_ENDINGS)
-        or _is_secret(name)
+        or is_secret(name)
     )
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Whether the value of a variable or an option with that name is nobody's to see."""
     return _SECRET.search(name.upper().replace("-", "_")) is not None
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line for others to read: ``***`` for what follows an option with a secret."""
+    told: list[str] = []
+    hidden = False
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
+        is_option = argument.startswith("-") or has_value
+        if hidden and not argument.startswith("-"):
+            told.append("***")
+        elif is_option and has_value and is_secret(name):
+            told.append(f"{name}=***")
+        else:
+            told.append(argument)
+        hidden = argument.startswith("-") and not has_value and is_secret(name)
+    return told
 
 
 def _value(value: str) -> str:

@@ -103,10 +103,19 @@ def test_a_script_that_never_says_that_it_is_ready_has_no_such_phase(places: Pla
     ]  # fmt: skip
 
 
+def test_a_script_is_known_by_the_command_that_was_given_without_its_secrets(
+    places: Places,
+) -> None:
+    script = "import os; print(os.environ['WCACHE_COMMAND'])"
+    done = run("--", sys.executable, "-c", script, "--api-key", "hush", "--port", "8000")
+    assert done.stdout == f"{sys.executable} -c {script} --api-key *** --port 8000\n"
+    assert "hush" not in " ".join(record(places).command)
+
+
 def test_a_script_that_never_asks_runs_as_it_would_and_nothing_is_claimed(places: Places) -> None:
     done = run("--", sys.executable, "-c", "print('mine'); raise SystemExit(5)")
     assert (done.returncode, done.stdout) == (5, "mine\n")
-    assert done.stderr == "nothing that ran asked the cache for weights\n"
+    assert done.stderr == "no model was made by from_cache(), and no engine told of its weights\n"
     told = record(places)
     assert (told.outcome, told.reason, told.phases) == (None, "", ())
 
@@ -120,7 +129,7 @@ def test_a_script_that_can_not_use_what_it_got_has_asked(
     done = run("--", sys.executable, "-c", take)
     assert done.returncode == 1
     assert "UsageError: llama has no setting num_layers" in done.stderr
-    assert "nothing that ran asked" not in done.stderr
+    assert "no model was made by" not in done.stderr
     assert (
         "the cache was asked for weights, and none were taken: the engine's own log" in done.stderr
     )

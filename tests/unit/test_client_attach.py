@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests.tiny_daemon import Question, TinyDaemon
 from tests.weights import FINGERPRINT, Holder, cached
 from wcache import manifest as manifests
 from wcache.client import attach
-from wcache.control import SilentDaemonError
+from wcache.control import SilentDaemonError, own_command
 from wcache.errors import (
     ManifestError,
     MismatchError,
@@ -37,7 +38,7 @@ from wcache.manifest import Manifest, SlabInfo
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import create_sealed
 from wcache.memory.slab import Access
-from wcache.protocol import Refused, Reply
+from wcache.protocol import MAX_TEXT, Refused, Reply
 
 pytestmark = pytest.mark.unit
 
@@ -440,3 +441,11 @@ def test_tensor_of_a_dtype_that_torch_lacks_is_named(
     with pytest.raises(ManifestError, match=r"tensor 'a.b' has dtype F32, which torch"):
         attach()
     assert not _is_mapped()
+
+
+def test_an_engine_is_known_by_the_command_that_wcache_run_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert own_command() == " ".join(sys.orig_argv)[:MAX_TEXT]
+    monkeypatch.setenv("WCACHE_COMMAND", "vllm serve /m")
+    assert own_command() == "vllm serve /m"

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from tests.loading import Daemon, manifest_of, tensors_of
-from tests.places import publish_config
+from tests.places import Places, publish_config
 from wcache.config import Config, ModelSection
 from wcache.errors import (
     MismatchError,
+    NoSuchRankError,
     OutOfMemoryError,
     UnsupportedQuantForIPCError,
     UsageError,
@@ -20,7 +21,7 @@ from wcache.errors import (
 from wcache.fingerprint import Fingerprint, held_from
 from wcache.load import module as modules
 from wcache.load.harvest import harvest, quantization_of
-from wcache.load.module import publish_harvest
+from wcache.load.module import publish, publish_harvest
 from wcache.load.publish import check_memory, made_slabs
 from wcache.manifest import Tensor
 from wcache.memory import open_memory
@@ -372,3 +373,12 @@ def test_slabs_come_in_the_order_of_their_sizes() -> None:
         assert [slab.nbytes for slab in slabs] == sizes
         assert told == [2 << 20, 8 << 20, 12 << 20, 14 << 20]
     assert all(slab.fd == -1 for slab in slabs)
+
+
+def test_publishing_goes_where_attaching_would(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WCACHE_INSTANCE", "draft")
+    monkeypatch.setenv("WCACHE_RANK", "2")
+    with pytest.raises(NoSuchRankError, match="draft:2"):
+        publish(nn.Linear(2, 2))

@@ -7,7 +7,14 @@ import pytest
 
 from tests.places import Places
 from wcache.errors import UsageError
-from wcache.paths import InstancePaths, RankId, RankPaths, check_instance_name, check_socket_path
+from wcache.paths import (
+    InstancePaths,
+    RankId,
+    RankPaths,
+    check_instance_name,
+    check_socket_path,
+    rank_meant,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -109,3 +116,15 @@ def test_a_socket_path_that_the_kernel_would_cut_is_refused() -> None:
 def test_an_instance_can_not_take_the_default_ones_files() -> None:
     with pytest.raises(UsageError, match="can not be named 'wcache'"):
         check_instance_name("wcache")
+
+
+def test_what_a_program_means_that_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WCACHE_RANK", "WCACHE_INSTANCE"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_meant(None, None) == RankId("", 0)
+    monkeypatch.setenv("WCACHE_RANK", "2")
+    monkeypatch.setenv("WCACHE_INSTANCE", "draft")
+    assert rank_meant(None, None) == RankId("draft", 2)
+    assert rank_meant(0, "") == RankId("", 0)
+    with pytest.raises(UsageError, match="not a rank: -1"):
+        rank_meant(-1, None)

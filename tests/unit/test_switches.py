@@ -6,7 +6,13 @@ import pytest
 
 from wcache import switches
 from wcache.errors import UsageError
-from wcache.switches import ENGINES, from_arguments, from_environment, set_here
+from wcache.switches import (
+    ENGINES,
+    from_arguments,
+    from_environment,
+    set_here,
+    without_secrets,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -119,3 +125,18 @@ def test_more_switches_than_a_fingerprint_takes_are_refused() -> None:
     many = {f"VLLM_X{number}": "1" for number in range(switches.MAX_SWITCHES + 1)}
     with pytest.raises(UsageError, match="257 switches are set, a fingerprint takes 256"):
         set_here("vllm", environment=many)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--api-key", "k", "--port", "1"], ["--api-key", "***", "--port", "1"]),
+        (["--api-key=k"], ["--api-key=***"]),
+        (["--api-key", "--port", "1"], ["--api-key", "--port", "1"]),
+        (["env", "HF_TOKEN=t", "vllm"], ["env", "HF_TOKEN=***", "vllm"]),
+        (["--hf_token", "t", "model"], ["--hf_token", "***", "model"]),
+        (["vllm", "serve", "key=value"], ["vllm", "serve", "key=***"]),
+    ],
+)
+def test_a_command_line_is_told_without_its_secrets(arguments: list[str], told: list[str]) -> None:
+    assert without_secrets(arguments) == told

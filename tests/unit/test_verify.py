@@ -14,7 +14,7 @@ from tests.loading import Daemon
 from wcache import devices
 from wcache.config import Config, MemorySection, ModelSection
 from wcache.daemon.generation import Generation
-from wcache.errors import ExitCode, OutOfMemoryError
+from wcache.errors import CheckpointError, ExitCode, OutOfMemoryError
 from wcache.load import job
 from wcache.manifest import Manifest, SlabInfo, Storage
 from wcache.memory import driver
@@ -24,6 +24,7 @@ from wcache.verify import Result, Verification, digests
 from wcache.verify.fresh import Fresh
 from wcache.verify.held import Held, check_context, gpu_room, mapped
 from wcache.verify.parity import compare, parity
+from wcache.verify.quick import Files
 from wcache.verify.result import MAX_NAMES, TensorDifference, some
 
 pytestmark = pytest.mark.unit
@@ -283,3 +284,19 @@ def test_many_names_are_cut() -> None:
     names = [f"t{index}" for index in range(MAX_NAMES + 2)]
     assert some(names).endswith("t4 and 2 more")
     assert some([]) == "no tensor"
+
+
+def test_files_that_this_user_can_not_read_are_no_damage(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nobody would see it: root reads every file."""
+
+    def denied(folder: Path) -> None:
+        raise CheckpointError(f"{folder} can not be read: permission denied")
+
+    monkeypatch.setattr("wcache.verify.quick.open_checkpoint", denied)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    found = Files(loaded.config).check(0, loaded.manifest)
+    assert (found.result, found.detail) == (
+        "skipped", f"{loaded.folder} can not be read by this user"
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """Attaching: asks a rank's daemon for its descriptors, checks them, and maps them."""
 
-import os
 import time
 
 from wcache import manifest as manifests
@@ -23,7 +22,7 @@ from wcache.memory import open_memory
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Mapping, Slab
-from wcache.paths import RankId, RankPaths, check_instance_name
+from wcache.paths import RankId, RankPaths, rank_meant
 from wcache.protocol import Attach, Attached, Refused
 from wcache.wire import close_all
 
@@ -52,7 +51,7 @@ def attach(
     """
     if access is Access.WRITE:
         raise UsageError("weights that are served can not be mapped for writing")
-    paths = RankPaths.of(_rank_id(rank, instance))
+    paths = RankPaths.of(rank_meant(rank, instance))
     deadline = time.monotonic() + wait_s
     pause = FIRST_PAUSE_S
     while True:
@@ -64,20 +63,6 @@ def attach(
                 raise
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE_S)
-
-
-def _rank_id(rank: int | None, instance: str | None) -> RankId:
-    if rank is None:
-        text = os.environ.get("WCACHE_RANK", "0")
-        try:
-            rank = int(text)
-        except ValueError:
-            raise UsageError(f"WCACHE_RANK is not a number: {text!r}") from None
-    if rank < 0:
-        raise UsageError(f"not a rank: {rank}")
-    if instance is None:
-        instance = os.environ.get("WCACHE_INSTANCE", "")
-    return RankId(check_instance_name(instance) if instance else "", rank)
 
 
 def _attach(

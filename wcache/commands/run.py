@@ -92,15 +92,22 @@ def _run(
     from wcache.engines.orders import Orders
     from wcache.engines.wrappers import find_engine
     from wcache.notify import Notifier
+    from wcache.protocol import MAX_TEXT
     from wcache.run.session import Listeners, Plan, extend_start
     from wcache.run.session import run as run_engine
+    from wcache.switches import without_secrets
 
     notifier = Notifier.from_environment()
     engine, begin = find_engine(command)
     # What a wrapper of the engine is told is none of ours.
     wrapper, bare = tuple(command[:begin]), command[begin:]
     strict = mode is Mode.DAEMON or on_mismatch is OnMismatch.FAIL
-    orders = Orders(instance=paths.instance, on_mismatch="fail" if strict else "fallback")
+    shown = without_secrets(command)
+    orders = Orders(
+        instance=paths.instance,
+        on_mismatch="fail" if strict else "fallback",
+        command=" ".join(shown)[:MAX_TEXT],
+    )
     if mode is Mode.OFF:
         launch = Launch(argv=tuple(command))
     elif engine is None:
@@ -124,7 +131,7 @@ def _run(
         launch = replace(launch, environment={**launch.environment, **gpus})
     plan = Plan(
         engine=engine,
-        command=tuple(command),
+        command=tuple(shown),
         launch=launch,
         probe=engine.probe(bare) if engine is not None else None,
         instance=paths.instance,
@@ -225,7 +232,7 @@ def _silence(record: "Record") -> str:
     """What to say of a run of which no outcome was told."""
     if record.steps or any(phase.source == "event" for phase in record.phases):
         return "the cache was asked for weights, and none were taken: the engine's own log says why"
-    return "nothing that ran asked the cache for weights"
+    return "no model was made by from_cache(), and no engine told of its weights"
 
 
 def _reason(error: OSError) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from wcache.control import COMMAND
 from wcache.errors import UsageError
 
 INSTANCE = "WCACHE_INSTANCE"
@@ -32,12 +33,16 @@ class Orders:
     """Whether an engine that finds no weights that fit may read the disk, or must end."""
     events: Path | None = None
     """The file to which events are appended; None where nobody reads them."""
+    command: str = ""
+    """As the operator gave it: what leases are listed with; empty for each process's own."""
 
     def environment(self) -> dict[str, str]:
         """The variables that carry these orders into the engine and all of its processes."""
         told = {INSTANCE: self.instance, ON_MISMATCH: self.on_mismatch}
         if self.events is not None:
             told[EVENTS] = str(self.events)
+        if self.command:
+            told[COMMAND] = self.command
         return told
 
     @classmethod

@@ -28,7 +28,7 @@ from wcache.load.report import Conversation, ProgressReport, failure_told
 from wcache.manifest import Manifest, Storage
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, Memory, Slab
-from wcache.paths import RankId, RankPaths
+from wcache.paths import RankId, RankPaths, rank_meant
 from wcache.protocol import NothingToLoad
 
 # The bytes of these as JSON; a manifest is read whole by every client.
@@ -38,8 +38,8 @@ MAX_EXTRAS_BYTES = 16 << 20
 def publish(
     module: torch.nn.Module,
     *,
-    rank: int = 0,
-    instance: str = "",
+    rank: int | None = None,
+    instance: str | None = None,
     model: str | None = None,
     extras: dict[str, Any] | None = None,
     engine: str | None = None,
@@ -48,9 +48,10 @@ def publish(
 ) -> int:
     """Copies every parameter, buffer and plain tensor attribute of ``module`` into a rank's memory.
 
-    Returns the number of the generation that is served from then on. The configuration of the
-    instance must say ``loader = "publish"``. The module stays as it is, and may live on any device;
-    whole storages are copied (:func:`wcache.load.harvest.harvest`).
+    Returns the number of the generation that is served from then on. ``rank`` and ``instance``
+    default as in :func:`wcache.attach`. The configuration of the instance must say
+    ``loader = "publish"``. The module stays as it is, and may live on any device; whole storages
+    are copied (:func:`wcache.load.harvest.harvest`).
 
     ``model`` is what the caller believes to publish: when it is given it must be the
     ``model.path`` of the configuration. ``extras`` is JSON-able Python state for the engines that
@@ -65,7 +66,7 @@ def publish(
     :class:`wcache.errors.OutOfMemoryError` before anything is copied, and
     :class:`wcache.errors.TryAgainError` when somebody else publishes or the daemon goes away.
     """
-    rank_id = RankId(instance, rank)
+    rank_id = rank_meant(rank, instance)
     quantization = quantization_of(module)
     taken = harvest(module)
     kept = _checked_extras(extras or {})
@@ -88,8 +89,8 @@ def publish(
                     "engine": engine,
                     "engine_version": engine_version,
                 }
-                memory = rank_memory(config, rank)
-                found = held_from(config, rank, **known, **device_facts(memory))
+                memory = rank_memory(config, rank_id.rank)
+                found = held_from(config, rank_id.rank, **known, **device_facts(memory))
                 found = msgspec.structs.replace(found, switches=set_here)
                 return publish_harvest(control, config, rank_id, taken, found, memory, kept)
         except (ConnectionError, TimeoutError) as error:

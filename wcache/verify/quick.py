@@ -1,5 +1,6 @@
 """The checks for which nothing is mapped: manifest, descriptors, configuration, files on disk."""
 
+import os
 from pathlib import Path
 
 from wcache.checkpoint import Identity, diff, identify, open_checkpoint
@@ -71,8 +72,11 @@ class Files:
         if isinstance(identity, CheckpointError):
             # What was loaded can not be compared with files that are not there: the weights that
             # are served may well be right.
-            names = [shard.name for shard in found.checkpoint]
-            gone = not any(folder.joinpath(name).exists() for name in names)
+            files = [folder / shard.name for shard in found.checkpoint]
+            if any(map(_is_denied, (folder, *files))):
+                detail = f"{folder} can not be read by this user"
+                return Result(rank=rank, check="checkpoint", result="skipped", detail=detail)
+            gone = not any(path.exists() for path in files)
             return Result(
                 rank=rank,
                 check="checkpoint",
@@ -97,3 +101,14 @@ class Files:
             except CheckpointError as error:
                 self._identities[folder] = error
         return self._identities[folder]
+
+
+def _is_denied(path: Path) -> bool:
+    """Whether ``path`` is there, or may be, and this user can not read it."""
+    try:
+        path.stat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return not os.access(path, os.R_OK)
