@@ -51,13 +51,13 @@ def read_exactly(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
     return b"".join(parts)
 
 
-def read_document(path: Path) -> bytes:
+def read_document(path: Path, most_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """The whole of a small file; raises :class:`CheckpointError` when it is not small."""
     fd, status = open_file(path)
     try:
-        if status.st_size > MAX_DOCUMENT_BYTES:
+        if status.st_size > most_bytes:
             raise CheckpointError(
-                f"{path} has {status.st_size} bytes, at most {MAX_DOCUMENT_BYTES} are taken"
+                f"{path} has {status.st_size} bytes, at most {most_bytes} are taken"
             )
         return read_exactly(fd, status.st_size, 0, path)
     finally:

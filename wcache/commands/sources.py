@@ -1,6 +1,5 @@
 """Where a fingerprint comes from: a model and options of ``up``, a file, or a running rank."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ import msgspec
 
 from wcache import devices
 from wcache.checkpoint import Identity, IdentityCache
-from wcache.checkpoint.document import open_file, parse_object, read_exactly
+from wcache.checkpoint.document import parse_object, read_document
 from wcache.commands.wanted import Args, from_model
 from wcache.errors import (
     CheckpointError,
@@ -84,7 +83,7 @@ def of_model(args: Args, model: str, rank: int, paths: InstancePaths, out: Outpu
 def of_file(path: Path) -> Source:
     """Reads a ``fingerprint.json``; raises :class:`WcacheError` for what is none."""
     try:
-        raw = parse_object(_content(path), str(path))
+        raw = parse_object(read_document(path, MAX_FINGERPRINT_BYTES), str(path))
         fingerprint = msgspec.convert(raw, Fingerprint)
     except (CheckpointError, msgspec.ValidationError) as error:
         raise _no_fingerprint(str(error), path) from None
@@ -111,18 +110,6 @@ def of_running(paths: InstancePaths, rank: int) -> Source:
     if report.serving is None:
         raise NotReadyError(f"rank {where.id} serves no weights: {report.status}")
     return Source(name=f"running rank {where.id}", fingerprint=report.serving.fingerprint)
-
-
-def _content(path: Path) -> bytes:
-    fd, status = open_file(path)
-    try:
-        if status.st_size > MAX_FINGERPRINT_BYTES:
-            raise CheckpointError(
-                f"{path} has {status.st_size} bytes, at most {MAX_FINGERPRINT_BYTES} are taken"
-            )
-        return read_exactly(fd, status.st_size, 0, path)
-    finally:
-        os.close(fd)
 
 
 def _no_fingerprint(reason: str, path: Path) -> WcacheError:

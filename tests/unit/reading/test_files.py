@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import write_checkpoint, write_llama
+from tests.checkpoints import write_llama
 from tests.loading import EMBEDDING, LLAMA
-from tests.reading import Elsewhere, content_of, many
+from tests.reading import Elsewhere, content_of
 from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
@@ -21,29 +21,12 @@ from wcache.load.reading import files
 from wcache.load.reading.files import DIRECT_ALIGNMENT, SourceFile, file_system, hull_bytes
 from wcache.load.reading.pieces import pieces
 from wcache.memory.host import HostMapping, HostMemory
-from wcache.memory.slab import Access, Slab
+from wcache.memory.slab import Access
 
 pytestmark = pytest.mark.unit
 
 MIB = 1 << 20
 EXT4 = 0xEF53
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    made = HostMemory().create(4 * MIB)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mapping(slab: Slab) -> HostMapping:
-    return HostMemory().map([slab], Access.WRITE)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Checkpoint:
-    return open_checkpoint(write_checkpoint(tmp_path / "m", many(), shards=3))
 
 
 @pytest.fixture

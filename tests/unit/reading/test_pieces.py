@@ -1,6 +1,5 @@
 """How rows are read, and weights that are quantized on their way."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,11 @@ from wcache.load.plan import Part, Plan, Slice, lay_out
 from wcache.load.quantize import quantize_into
 from wcache.load.read import read_plan
 from wcache.load.reading.pieces import begin_with_words, pieces
-from wcache.memory.host import HostMapping, HostMemory
-from wcache.memory.slab import Access, Slab
+from wcache.memory.host import HostMapping
 
 pytestmark = pytest.mark.unit
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    made = HostMemory().create(4 * MIB)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mapping(slab: Slab) -> HostMapping:
-    return HostMemory().map([slab], Access.WRITE)
 
 
 def quantized(source: TensorEntry, part: Slice | None) -> Plan:

@@ -5,15 +5,13 @@ import gc
 import mmap
 import os
 import resource
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.checkpoints import write_checkpoint
-from tests.reading import Elsewhere, content_of, many, readers
-from wcache.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
+from tests.reading import Elsewhere, content_of, readers
+from wcache.checkpoint import Checkpoint, CheckpointFile
 from wcache.checkpoint.identity import open_unchanged
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
@@ -21,28 +19,11 @@ from wcache.load.placement import place
 from wcache.load.read import read_plan
 from wcache.load.reading import files
 from wcache.memory.host import HostMapping, HostMemory
-from wcache.memory.slab import Access, Mapping, Slab
+from wcache.memory.slab import Mapping, Slab
 
 pytestmark = pytest.mark.unit
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    made = HostMemory().create(4 * MIB)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mapping(slab: Slab) -> HostMapping:
-    return HostMemory().map([slab], Access.WRITE)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Checkpoint:
-    return open_checkpoint(write_checkpoint(tmp_path / "m", many(), shards=3))
 
 
 def open_fds() -> list[str]:
