@@ -112,14 +112,14 @@ def slabs_of(pid: int) -> int:
     return sum("memfd:wcache-slab" in str(link) for link in links)
 
 
-def kill_and_wait(node: Node, rank: int = 0) -> None:
-    """Kills a daemon, and waits for the one that comes after it."""
+def kill_and_wait(node: Node, rank: int = 0, leases: int = 0) -> None:
+    """Kills a daemon; waits for the one that comes after it, and for ``leases`` to be renewed."""
     before = node.report(rank)
     os.kill(before.pid, signal.SIGKILL)
 
     def is_back() -> bool:
         found = ask(node.paths.rank(rank))
-        return found is not None and found.pid != before.pid
+        return found is not None and found.pid != before.pid and len(found.leases) >= leases
 
     wait_for(is_back, "a new daemon")
 
@@ -305,13 +305,14 @@ def test_a_killed_daemon_comes_back_with_the_same_weights_in_every_phase(node: N
     assert digest(node) == first
     with engine(node):  # renews its lease after each crash
         assert node("warm", "--previous").code == 0
-        kill_and_wait(node)
+        kill_and_wait(node, leases=1)
         assert digest(node) == second
         assert node("rollback").code == 0
-        kill_and_wait(node)
+        kill_and_wait(node, leases=1)
         assert digest(node) == first
         restarted = node("restart")
         assert restarted.code == 0, restarted.stderr
+        wait_for(lambda: len(node.report(0).leases) == 1, "the engine renews its lease")
         assert digest(node) == first
 
 

@@ -93,7 +93,10 @@ class Lab:
 
     def close(self) -> None:
         self.down()
-        shutil.rmtree(self.folder)
+        while self.folder.exists():
+            # One that ends with its owner removes its files at the same time.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.folder)
 
     def install(self) -> None:
         """As an operator does it; the units find wcache where this checkout's copy lies."""
