@@ -1,5 +1,6 @@
 """Which of torchrun's processes this one is, and what they must agree on."""
 
+import atexit
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ class Place:
         except (RuntimeError, ValueError, OSError) as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise WcacheError(f"torch.distributed can not be set up: {line[:300]}") from None
+        # Its threads would meet a Python that is ending, and take the process down with SIGABRT
+        # now and then, in place of the status that the script ends with.
+        atexit.register(_leave)
 
     def agree(
         self,
@@ -189,3 +193,8 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise UsageError(f"{name} is not a number: {text!r}")
     return int(text)
+
+
+def _leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
