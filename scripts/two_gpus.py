@@ -23,12 +23,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import vllm_starts
+from safetensors.torch import load_file
 from vllm_starts import Starts, answer, forget_pages, gpu_memory, is_back, report, say, wcache
 
 RANKS = (0, 1)
 IN_ORDER, REVERSED = "0,1", "1,0"
 GENERATED = 512
 ROUNDS = 7
+LOGITS = Path(__file__).with_name("shared_logits.py")
+CLOSE = 1e-4
+"""Of the largest logit, in float32: the ranks' sums are made in another order."""
 CHECKPOINT_MAY_READ = 8 << 20
 """Of a daemon's start: Python and its modules, and no weights."""
 
@@ -222,6 +226,28 @@ class Node:
         row = self.starts.start("wcache, attaches to --loader vllm", model, "wcache", "eager")
         self.expect(row["outcomes"] == {"hit": 2}, f"both ranks attach: {row['outcomes']}")
 
+    def from_cache(self, model: Path) -> None:
+        """transformers over both ranks, which exchange their sums; beside one process."""
+        self.up(model, "--dtype", "float32")
+        work = self.starts.work
+        command = [
+            sys.executable, "-m", "wcache", "run", "--on-mismatch", "fail", "--",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            str(LOGITS), str(model), str(work),
+        ]  # fmt: skip
+        print(indented(said(command)), flush=True)
+        alone = work / "alone.safetensors"
+        print(indented(said([sys.executable, str(LOGITS), str(model), str(alone)])), flush=True)
+        want = load_file(alone)["logits"]
+        for rank in RANKS:
+            found = load_file(work / f"{rank}.safetensors")["logits"]
+            off = float((found - want).abs().max())
+            largest = float(want.abs().max())
+            self.expect(
+                off < CLOSE * largest and bool((found.argmax(-1) == want.argmax(-1)).all()),
+                f"rank {rank}: logits up to {largest:.1f} within {off:.1e} of one process's",
+            )
+
     def expect(self, holds: bool, claim: str) -> None:
         self.starts.expect(holds, claim)
 
@@ -241,6 +267,13 @@ def read_bytes(pid: int) -> int:
     """All that a process has read so far, from files and caches."""
     told = Path(f"/proc/{pid}/io").read_text()
     return int(dict(line.split(": ") for line in told.splitlines())["rchar"])
+
+
+def said(command: Sequence[str]) -> str:
+    """What a command prints. Raises :class:`AssertionError` with it when the command fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def indented(text: str) -> str:
@@ -338,8 +371,14 @@ def loaders(node: Node, model: Path, _: Path | None) -> None:
     wcache("down", "--force")
 
 
+def transformers(node: Node, model: Path, _: Path | None) -> None:
+    node.from_cache(model)
+    wcache("down", "--force")
+
+
 STAGES = {
     "fp8": fp8, "stock": stock, "survive": survive, "orders": orders, "loaders": loaders,
+    "transformers": transformers,
 }  # fmt: skip
 
 
