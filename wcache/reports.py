@@ -7,7 +7,12 @@ import msgspec
 from wcache.config import Config
 from wcache.fingerprint import Fingerprint
 
-How = Literal["loaded", "adopted", "reclaimed", "filled"]
+How = Literal[
+    "loaded",  # by a loader, from a checkpoint
+    "published",  # by an engine that had loaded them for itself
+    "adopted",  # from the supervisor, which kept them while there was no daemon
+    "reclaimed",  # from an engine that had them mapped
+]
 GenerationRole = Literal[
     "serving",  # given to whoever attaches
     "staged",  # loaded, and not served before an operator says so

@@ -72,7 +72,7 @@ def test_published_weights_are_stored_before_ready_is_said(
         "READY=1",
     ]
     ready = json.loads(places.rank().ready_file.read_bytes())
-    assert (ready["pid"], ready["generation"], ready["how"]) == (daemon.pid, 1, "loaded")
+    assert (ready["pid"], ready["generation"], ready["how"]) == (daemon.pid, 1, "published")
     assert msgspec.json.decode(places.rank().fingerprint_file.read_bytes()) == msgspec.to_builtins(
         FINGERPRINT
     )

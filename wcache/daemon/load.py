@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from wcache.protocol import Progress
-from wcache.reports import ProgressReport
+from wcache.reports import How, ProgressReport
 from wcache.units import size
 
 MAX_PHASE = 32
@@ -17,6 +17,8 @@ class Load:
     peer: int
     pid: int
     generation: int
+    how: How
+    """What its weights will be."""
     is_staging: bool = False
     """An operator wants the weights beside those that are served, unless he changes his mind."""
     phase: str = "start"

@@ -45,7 +45,7 @@ from wcache.protocol import (
     Staged,
     Stored,
 )
-from wcache.reports import LeaseReport
+from wcache.reports import How, LeaseReport
 from wcache.state import RankEvent, RankState, advance, serves
 from wcache.wire import close_all
 
@@ -182,7 +182,9 @@ class Rank:
             return Refused(reason="invalid", message="; ".join(self._configuration.problems))
         if not self._holdings and (order := self.reclaim.order(peer, message, self._wanted())):
             if isinstance(order, CheckOrder):
-                self._load = Load(peer=peer, pid=pid, generation=order.generation, phase="check")
+                self._load = Load(
+                    peer=peer, pid=pid, generation=order.generation, how="reclaimed", phase="check"
+                )
                 self._step(RankEvent.LOAD_BEGUN)
             return order
         if (config.model.loader == "publish") != (message.source == "engine"):
@@ -193,7 +195,8 @@ class Rank:
             return nothing
         number = self._holdings.next_number
         is_staging = self._holdings.candidate is not None
-        self._load = Load(peer=peer, pid=pid, generation=number, is_staging=is_staging)
+        how: How = "published" if message.source == "engine" else "loaded"
+        self._load = Load(peer=peer, pid=pid, generation=number, how=how, is_staging=is_staging)
         self._step(RankEvent.LOAD_BEGUN)
         log.info("pid %d loads generation %d of %s", pid, number, config.model.path)
         return LoadOrder(generation=number, config=config)
@@ -213,7 +216,7 @@ class Rank:
             close_all(fds)
             return answers.not_the_loader()
         try:
-            new = accept(self._load.generation, "loaded", fds, message.slabs)
+            new = accept(self._load.generation, self._load.how, fds, message.slabs)
             check_is_wanted(new, self._holdings.staging or self._wanted())
         except (ManifestError, ProtocolError) as error:
             close_all(fds)
