@@ -29,7 +29,7 @@ from tests.systemd.lab import (
 )
 from wcache.paths import InstancePaths
 from wcache.ranks import ask
-from wcache.supervise.direct import DirectSupervisor
+from wcache.supervise.direct.client import DirectSupervisor
 
 # A load of many GiB from a cold disk has to fit in.
 COMMAND_S = 400.0

@@ -11,13 +11,13 @@ from tests.checkpoints import write_llama
 from tests.cli.views import serving
 from tests.places import Places
 from wcache.checkpoint import identify, identities, identity, open_checkpoint
-from wcache.commands import pagecache
-from wcache.commands.candidate import candidate, checkpoint_of
-from wcache.commands.changed import change_of
-from wcache.commands.wanted import Args
 from wcache.config import Config, ModelSection, save_config
 from wcache.output import Output
 from wcache.paths import InstancePaths
+from wcache.rollout import pagecache
+from wcache.rollout.candidate import candidate, checkpoint_of
+from wcache.rollout.restart_plan import change_of
+from wcache.rollout.wanted import Args
 
 pytestmark = pytest.mark.cli
 

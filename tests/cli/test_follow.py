@@ -3,10 +3,10 @@
 import pytest
 
 from tests.cli.views import absent, config, progress, report, serving, staged, unit
-from wcache.commands.follow import MAX_RESTARTS, SETTLE_S, judge
 from wcache.config import Config
 from wcache.fingerprint import wanted_by
 from wcache.ranks import RankView
+from wcache.rollout.follow import MAX_RESTARTS, SETTLE_S, judge
 from wcache.state import RankState
 
 pytestmark = pytest.mark.cli

@@ -120,7 +120,7 @@ def test_headers_of_a_cached_model_are_read_once(places: Places, cache: Path) ->
     program = (
         "import sys\n"
         "from wcache.checkpoint import folder\n"
-        "from wcache.commands.wanted import Args, from_model\n"
+        "from wcache.rollout.wanted import Args, from_model\n"
         "read, count = folder.read_header, []\n"
         "folder.read_header = lambda path: count.append(path.name) or read(path)\n"
         "args = Args(device='cpu')\n"

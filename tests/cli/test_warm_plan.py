@@ -16,11 +16,11 @@ from tests.cli.views import (
     unit,
     with_generation,
 )
-from wcache.commands.rollout import Need
-from wcache.commands.warmplan import WarmPlan, decide, losses
 from wcache.config import Config
 from wcache.fingerprint import wanted_by
 from wcache.ranks import RankView
+from wcache.rollout.up_plan import Need
+from wcache.rollout.warm_plan import WarmPlan, decide, losses
 
 pytestmark = pytest.mark.cli
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.places import Places
 from tests.processes import PATIENCE_S, open_files, wait_for
-from wcache.supervise.direct import DirectSupervisor
+from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import UnitReport
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from wcache.supervise.__main__ import main
-from wcache.supervise.timing import Commands, Timing
+from wcache.supervise.direct.timing import Commands, Timing
 
 here = Path(__file__).parent
 sys.exit(

@@ -13,7 +13,7 @@ from wcache.errors import ExitCode, WcacheError
 from wcache.paths import InstancePaths
 from wcache.protocol import MAX_FRAME_BYTES
 from wcache.supervise import supervisor_for
-from wcache.supervise.direct import DirectSupervisor
+from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import UnitReport
 
 pytestmark = pytest.mark.process

@@ -13,7 +13,7 @@ from tests.publishing import publish
 from wcache.control import Control
 from wcache.errors import WcacheError
 from wcache.protocol import AskReport, Attach, Attached, Report
-from wcache.supervise.direct import DirectSupervisor
+from wcache.supervise.direct.client import DirectSupervisor
 
 pytestmark = pytest.mark.process
 

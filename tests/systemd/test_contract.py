@@ -15,9 +15,9 @@ from wcache.config import LayoutSection, save_config
 from wcache.errors import TryAgainError
 from wcache.paths import InstancePaths
 from wcache.ranks import ask
-from wcache.supervise.direct import DirectSupervisor
+from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import Supervisor, UnitReport
-from wcache.supervise.systemd import SystemdSupervisor
+from wcache.supervise.systemd.manager import SystemdSupervisor
 
 pytestmark = [pytest.mark.systemd, pytest.mark.process]
 

@@ -75,4 +75,4 @@ def test_one_module_alone_calls_systemd() -> None:
         for file in (CHECKOUT / "wcache").rglob("*.py")
         if command.search(file.read_text())
     }
-    assert callers == {"wcache/supervise/systemd.py"}
+    assert callers == {"wcache/supervise/systemd/manager.py"}

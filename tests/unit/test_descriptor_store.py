@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from wcache.supervise.store import MAX_NAMES_BYTES, DescriptorStore
+from wcache.supervise.direct.store import MAX_NAMES_BYTES, DescriptorStore
 
 pytestmark = pytest.mark.unit
 

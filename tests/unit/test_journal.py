@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from wcache.supervise.journal import LogLine, log_line
+from wcache.supervise.systemd.journal import LogLine, log_line
 
 pytestmark = pytest.mark.unit
 

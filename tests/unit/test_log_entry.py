@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from wcache.commands.log_entry import LogEntry, from_file, from_journal
-from wcache.supervise.journal import LogLine
+from wcache.supervise.systemd.journal import LogLine
 
 pytestmark = pytest.mark.unit
 

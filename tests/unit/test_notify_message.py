@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wcache.errors import ProtocolError
-from wcache.supervise.notify_message import (
+from wcache.supervise.direct.notify_message import (
     DEFAULT_NAME,
     MAX_MESSAGE_BYTES,
     MAX_NAME,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wcache.supervise.timing import Backoff, Timing
+from wcache.supervise.direct.timing import Backoff, Timing
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.places import Places, publish_config
-from wcache.commands.bring_up import bring_up
 from wcache.engines import engine_for
 from wcache.engines.interface import Engine, Wish
 from wcache.engines.orders import Orders
@@ -13,6 +12,7 @@ from wcache.engines.python import Program, program_of
 from wcache.engines.transformers.launch import Transformers
 from wcache.errors import UsageError
 from wcache.output import Output
+from wcache.rollout.bring_up import bring_up
 
 pytestmark = pytest.mark.unit
 
@@ -117,7 +117,7 @@ def test_daemon_mode_needs_a_model_that_somebody_has_named(places: Places) -> No
 def test_other_processes_than_ranks_are_told_of_before_anything_is_loaded(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from wcache.commands.bring_up import check_configured
+    from wcache.rollout.bring_up import check_configured
 
     places.write_config(publish_config())
     check_configured(Wish(tp=3), places.instance(), Output())

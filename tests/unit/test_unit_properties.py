@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from wcache.supervise.properties import UnitProperties, parse, unit_report, unusable
 from wcache.supervise.spawn import Ending
+from wcache.supervise.systemd.properties import UnitProperties, parse, unit_report, unusable
 
 pytestmark = pytest.mark.unit
 

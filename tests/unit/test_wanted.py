@@ -2,9 +2,9 @@
 
 import pytest
 
-from wcache.commands.wanted import Args, from_model
 from wcache.config import Config
 from wcache.devices import Gpu
+from wcache.rollout.wanted import Args, from_model
 
 pytestmark = pytest.mark.unit
 

@@ -20,7 +20,8 @@ def doctor(instance: InstanceOption = "", as_json: JsonOption = False) -> None:
     from wcache.commands.install import chosen_target
     from wcache.doctor import Manager, diagnose, gather
     from wcache.install import plan
-    from wcache.supervise import supervisor_for, systemd
+    from wcache.supervise import supervisor_for
+    from wcache.supervise.systemd import manager as systemd
 
     here = systemd.manager_here()
     user = here == "user" if here else os.geteuid() != 0

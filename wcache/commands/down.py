@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.errors import WcacheError
 from wcache.output import Output, counted
 from wcache.ranks import chosen, holders, rank_words, select, view
+from wcache.rollout.lock import hold
 from wcache.units import size
 
 

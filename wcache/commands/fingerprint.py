@@ -75,7 +75,7 @@ def fingerprint(
     """
     from wcache.commands.comparison import compared, fields, rows
     from wcache.commands.sources import Source, is_file, of_file, of_model, of_running
-    from wcache.commands.wanted import Args
+    from wcache.rollout.wanted import Args
 
     if diff is not None and running is not None:
         raise UsageError(

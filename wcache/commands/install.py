@@ -90,7 +90,7 @@ def print_change(change: Change) -> None:
 
 def reload_manager(*, user: bool, out: Output) -> None:
     """Has the manager read its units again, where one runs."""
-    from wcache.supervise import systemd
+    from wcache.supervise.systemd import manager as systemd
 
     if systemd.is_running(user=user):
         systemd.reload(user=user)
@@ -99,7 +99,7 @@ def reload_manager(*, user: bool, out: Output) -> None:
 
 
 def _version(root: Path | None) -> int:
-    from wcache.supervise import systemd
+    from wcache.supervise.systemd import manager as systemd
 
     return systemd.version() if root is None else version_below(root)
 

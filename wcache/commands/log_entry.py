@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from wcache.paths import RankId
-from wcache.supervise.journal import LogLine
+from wcache.supervise.systemd.journal import LogLine
 
 # As :mod:`wcache.log` writes it to a file; who speaks is known by the file.
 _LINE = re.compile(

@@ -20,8 +20,8 @@ from wcache.paths import InstancePaths, RankId
 from wcache.ranks import chosen, known_ranks, select
 
 if TYPE_CHECKING:
-    from wcache.supervise.journal import Part
-    from wcache.supervise.systemd import SystemdSupervisor
+    from wcache.supervise.systemd.journal import Part
+    from wcache.supervise.systemd.manager import SystemdSupervisor
 
 # As :mod:`wcache.log` begins its lines; they sort as text.
 _TIME = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
@@ -107,7 +107,7 @@ def logs(
     journal, and what it says of a rank itself takes the place of the supervisor's log.
     """
     from wcache.supervise import supervisor_for
-    from wcache.supervise.systemd import SystemdSupervisor
+    from wcache.supervise.systemd.manager import SystemdSupervisor
 
     paths, named = select(instance, ranks or [])
     keeper = supervisor_for(paths.instance)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from wcache.commands.changed import Change, change_of
-from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.config import Config
 from wcache.control import Control
@@ -24,6 +22,8 @@ from wcache.output import Output
 from wcache.paths import InstancePaths
 from wcache.protocol import StoreAgain, Stored
 from wcache.ranks import RankView, chosen, rank_words, read_config, select, view
+from wcache.rollout.lock import hold
+from wcache.rollout.restart_plan import Change, change_of
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size
 
@@ -128,8 +128,8 @@ def _follow(
     out: Output,
 ) -> None:
     """Until all ranks serve the changed weights; a load that fails leaves the old ones on all."""
-    from wcache.commands import previous, together
-    from wcache.commands.follow import follow
+    from wcache.rollout import previous, together
+    from wcache.rollout.follow import follow
 
     ranks = change.ranks
     if load := together.order(paths, ranks, config):

@@ -7,11 +7,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from wcache.commands import orders, previous
-from wcache.commands.lock import hold
 from wcache.commands.options import InstanceOption, JsonOption, QuietOption
 from wcache.commands.overview import collect, tables
-from wcache.commands.write import write_config
 from wcache.config import Config, load_config
 from wcache.errors import WcacheError
 from wcache.fingerprint import compare, wanted_by
@@ -19,6 +16,9 @@ from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
 from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
 from wcache.ranks import RankView, chosen, rank_words, view
+from wcache.rollout import orders, previous
+from wcache.rollout.lock import hold
+from wcache.rollout.write import write_config
 from wcache.units import duration, size
 
 

@@ -122,7 +122,7 @@ def _run(
                 f"--mode daemon needs an engine that wcache knows, and {command[0]} is none",
                 hint="wcache up brings weights up for any program, --mode client runs it then",
             )
-        from wcache.commands.bring_up import bring_up
+        from wcache.rollout.bring_up import bring_up
 
         extend_start(notifier, ready_timeout_s)
         bring_up(engine, engine.wish(bare), paths, out)

@@ -9,7 +9,6 @@ import msgspec
 from wcache import devices
 from wcache.checkpoint import Identity, IdentityCache
 from wcache.checkpoint.document import parse_object, read_document
-from wcache.commands.wanted import Args, from_model
 from wcache.errors import (
     CheckpointError,
     ConfigError,
@@ -23,6 +22,7 @@ from wcache.fingerprint import Fingerprint
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
 from wcache.ranks import ask, read_config
+from wcache.rollout.wanted import Args, from_model
 
 MAX_FINGERPRINT_BYTES = 1 << 20
 _RANK = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*:)?[0-9]+")

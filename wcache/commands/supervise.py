@@ -12,7 +12,7 @@ def supervise(instance: InstanceOption = "") -> None:
     What a container's entry point calls. Starts the configured ranks, keeps their weights over
     restarts and crashes of the daemons, and frees them when it is stopped with SIGTERM or Ctrl-C.
     """
-    from wcache.supervise.parent import run
+    from wcache.supervise.direct.parent import run
 
     if instance:
         check_instance_name(instance)

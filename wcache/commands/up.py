@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from wcache.commands.lock import hold
 from wcache.commands.options import (
     DpOption,
     InstanceOption,
@@ -20,6 +19,7 @@ from wcache.config import Device, DType, Loader, Quantization
 from wcache.errors import ExitCode, NotReadyError
 from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
+from wcache.rollout.lock import hold
 
 INTERRUPTED = 130
 _GOES_ON = "wcache up again goes on with it, wcache rollback --drop gives it up"
@@ -93,8 +93,8 @@ def up(
     left alone. Other weights are loaded beside the old, which are freed once all ranks have the new
     ones and switch; refused while engines use the old ones.
     """
-    from wcache.commands.job import prepare
-    from wcache.commands.wanted import Args
+    from wcache.rollout.up_job import prepare
+    from wcache.rollout.wanted import Args
     from wcache.supervise import supervisor_for, units_missing
 
     args = Args(

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wcache.commands.lock import hold
 from wcache.commands.options import (
     InstanceOption,
     JsonOption,
@@ -17,10 +16,11 @@ from wcache.config import DType, Quantization
 from wcache.errors import ExitCode, UsageError, WcacheError
 from wcache.output import Output
 from wcache.ranks import chosen, rank_words, select, view
+from wcache.rollout.lock import hold
 from wcache.units import size
 
 if TYPE_CHECKING:
-    from wcache.commands.warming import Warming
+    from wcache.rollout.warm_job import Warming
 
 INTERRUPTED = 130
 
@@ -71,8 +71,8 @@ def warm(
     new weights, all switch: engines that are attached keep the old ones, which are freed when the
     last of these engines ends. When one rank fails, none switches. wcache rollback goes back.
     """
-    from wcache.commands import pagecache, together, warming, warmplan
-    from wcache.commands.wanted import Args
+    from wcache.rollout import pagecache, together, warm_job, warm_plan
+    from wcache.rollout.wanted import Args
     from wcache.supervise import supervisor_for
 
     out = Output(as_json=as_json, quiet=quiet)
@@ -86,13 +86,13 @@ def warm(
     supervisor = supervisor_for(paths.instance)
 
     def prepare() -> "Warming":
-        return warming.prepare(
+        return warm_job.prepare(
             args, paths, supervisor, out, named=named, go_back=previous, replace=replace
         )
 
     if dry_run:
         plan = prepare().plan
-        out.data(plan, warmplan.table(plan))
+        out.data(plan, warm_plan.table(plan))
         if plan.problem:
             out.error(plan.problem)
             out.hint(plan.hint)
@@ -124,14 +124,14 @@ def _check_options(*, replace: bool, keep_old: bool, page_cache: bool) -> None:
 def _work(
     work: "Warming", out: Output, *, timeout: float | None, keep_old: bool, yes: bool
 ) -> None:
-    from wcache.commands import warming, warmplan
+    from wcache.rollout import warm_job, warm_plan
 
     plan = work.plan
     if plan.having("replace"):
-        _ask(warmplan.losses(plan, work.before), out, yes=yes)
+        _ask(warm_plan.losses(plan, work.before), out, yes=yes)
     try:
         if plan.staged:
-            out.say(warmplan.engines(work.before[rank] for rank in plan.staged))
+            out.say(warm_plan.engines(work.before[rank] for rank in plan.staged))
             _fail(work.stage(timeout), out, "nothing was switched: every rank serves what it did")
             work.switch(keep_old=keep_old)
         if plan.having("replace"):
@@ -149,7 +149,7 @@ def _work(
         )
         raise typer.Exit(INTERRUPTED) from None
     now = view(work.paths, [one.rank for one in plan.ranks], work.supervisor)
-    for line in warming.outcome(now):
+    for line in warm_job.outcome(now):
         out.say(line)
 
 

@@ -15,9 +15,9 @@ from wcache.errors import CheckpointError, ConfigError, WcacheError
 from wcache.install import Target
 from wcache.paths import InstancePaths
 from wcache.ranks import RankView, known_ranks, read_config, view
+from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 from wcache.supervise.interface import Supervisor
-from wcache.supervise.record import RECORD_NAME, load_ranks
-from wcache.supervise.systemd import SystemdSupervisor, manager_here, units_installed
+from wcache.supervise.systemd.manager import SystemdSupervisor, manager_here, units_installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

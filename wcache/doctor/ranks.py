@@ -13,7 +13,7 @@ from wcache.errors import WcacheError
 from wcache.output import counted
 from wcache.paths import RankId, RankPaths
 from wcache.ranks import RankView, found_on_disk
-from wcache.supervise.systemd import DAEMON
+from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 
 _CONNECT_TIMEOUT_S = 2.0

@@ -24,21 +24,25 @@ def supervisor_for(instance: str) -> Supervisor:
     sockets, and a supervisor of the same kind takes them over with their weights.
     """
     if _BOOTED.is_dir():
-        from wcache.supervise.systemd import SystemdSupervisor, manager_here, units_installed
+        from wcache.supervise.systemd.manager import (
+            SystemdSupervisor,
+            manager_here,
+            units_installed,
+        )
 
         manager = manager_here()
         has_units = manager is not None and units_installed(manager)
         direct = has_units and (_direct_runs(instance) or orphans(InstancePaths.of(instance)))
         if manager is not None and has_units and not direct:
             return SystemdSupervisor(instance, manager)
-    from wcache.supervise.direct import DirectSupervisor
+    from wcache.supervise.direct.client import DirectSupervisor
 
     return DirectSupervisor(instance)
 
 
 def units_missing() -> bool:
     """True when systemd runs here and could keep ranks, if it had wcache's units."""
-    from wcache.supervise.systemd import manager_here, units_installed
+    from wcache.supervise.systemd.manager import manager_here, units_installed
 
     manager = manager_here()
     return manager is not None and not units_installed(manager)
@@ -46,7 +50,7 @@ def units_missing() -> bool:
 
 def orphans(instance: InstancePaths) -> list[int]:
     """Ranks of a supervisor of wcache's own whose daemons outlived it."""
-    from wcache.supervise.record import RECORD_NAME, load_ranks
+    from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 
     recorded = load_ranks(instance.supervisor_folder / RECORD_NAME)
     return [rank for rank in recorded if _is_orphan(instance.rank(rank).socket)]
@@ -57,7 +61,7 @@ def _is_orphan(path: Path) -> bool:
 
     The record may be older than the rank's unit, whose control group then has the process.
     """
-    from wcache.supervise.systemd import DAEMON
+    from wcache.supervise.systemd.manager import DAEMON
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:

@@ -8,8 +8,8 @@ import sys
 from wcache.errors import WcacheError
 from wcache.log import setup_logging
 from wcache.paths import check_instance_name
-from wcache.supervise.parent import run
-from wcache.supervise.timing import Commands, Timing
+from wcache.supervise.direct.parent import run
+from wcache.supervise.direct.timing import Commands, Timing
 
 log = logging.getLogger("wcache.supervise")
 

@@ -13,8 +13,7 @@ from wcache.control import Channel, connect_socket, receive_reply
 from wcache.errors import NoSuchRankError, WcacheError
 from wcache.paths import InstancePaths
 from wcache.protocol import Message
-from wcache.supervise.interface import UnitReport
-from wcache.supervise.messages import (
+from wcache.supervise.direct.messages import (
     REPLIES,
     Load,
     Ok,
@@ -26,7 +25,8 @@ from wcache.supervise.messages import (
     Start,
     Stop,
 )
-from wcache.supervise.record import RECORD_NAME, load_ranks
+from wcache.supervise.direct.record import RECORD_NAME, load_ranks
+from wcache.supervise.interface import UnitReport
 
 R = TypeVar("R", bound=Message)
 
@@ -87,7 +87,7 @@ class DirectSupervisor:
         """Nothing, as for :meth:`enable`."""
 
     def _is_served(self, rank: int) -> bool:
-        from wcache.supervise.takeover import find_daemon
+        from wcache.supervise.direct.takeover import find_daemon
 
         found = find_daemon(self._paths.rank(rank).socket)
         if found:

@@ -6,11 +6,11 @@ import msgspec
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
-from wcache.commands import previous as previous_config
-from wcache.commands.wanted import Args, Wanted, from_config, from_model
 from wcache.config import Config
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.paths import InstancePaths
+from wcache.rollout import previous as previous_config
+from wcache.rollout.wanted import Args, Wanted, from_config, from_model
 
 _PUBLISHED = "wcache up --model … makes them weights that are read from a checkpoint"
 

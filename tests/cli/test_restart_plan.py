@@ -15,9 +15,9 @@ from tests.cli.node import Node
 from tests.cli.snapshot import environment
 from tests.cli.views import config, serving
 from tests.places import Places
-from wcache.commands.changed import change_of, differing
 from wcache.config import load_config, save_config
 from wcache.output import Output
+from wcache.rollout.restart_plan import change_of, differing
 
 pytestmark = pytest.mark.cli
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from wcache.commands.write import write_config
 from wcache.config import AccessSection, Config, load_config
 from wcache.paths import InstancePaths
 from wcache.ranks import RankView
+from wcache.rollout.write import write_config
 
 
 def save(paths: InstancePaths, changed: Iterable[RankView], old: Config | None) -> None:

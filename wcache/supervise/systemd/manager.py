@@ -12,8 +12,9 @@ from typing import Literal
 from wcache.errors import NoPermissionError, TryAgainError, UsageError, WcacheError
 from wcache.paths import RankId, config_folder, run_folder
 from wcache.supervise.interface import UnitReport
-from wcache.supervise.journal import FIELDS, LogLine, Part, log_line
-from wcache.supervise.properties import (
+from wcache.supervise.spawn import clean_environment
+from wcache.supervise.systemd.journal import FIELDS, LogLine, Part, log_line
+from wcache.supervise.systemd.properties import (
     NAMES,
     START_LIMIT,
     UnitProperties,
@@ -21,7 +22,6 @@ from wcache.supervise.properties import (
     unit_report,
     unusable,
 )
-from wcache.supervise.spawn import clean_environment
 
 Manager = Literal["system", "user"]
 

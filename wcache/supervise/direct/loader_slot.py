@@ -6,10 +6,10 @@ import signal
 import time
 from collections.abc import Callable
 
+from wcache.supervise.direct.loop import Loop
+from wcache.supervise.direct.timing import Timing
 from wcache.supervise.interface import LoaderState
-from wcache.supervise.loop import Loop
 from wcache.supervise.spawn import Plan, Process, spawn
-from wcache.supervise.timing import Timing
 
 log = logging.getLogger(__name__)
 

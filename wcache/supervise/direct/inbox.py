@@ -8,9 +8,9 @@ from pathlib import Path
 
 from wcache.errors import ProtocolError
 from wcache.paths import RankId
-from wcache.supervise.notify_message import NotifyMessage, parse
-from wcache.supervise.notify_socket import Datagram, NotifySocket
-from wcache.supervise.store import DescriptorStore
+from wcache.supervise.direct.notify_message import NotifyMessage, parse
+from wcache.supervise.direct.notify_socket import Datagram, NotifySocket
+from wcache.supervise.direct.store import DescriptorStore
 from wcache.wire import close_all
 
 log = logging.getLogger(__name__)

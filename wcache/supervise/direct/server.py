@@ -11,8 +11,8 @@ import msgspec
 from wcache.errors import ProtocolError
 from wcache.paths import check_socket_path
 from wcache.protocol import FrameReader, Refused, decode_body, encode_frame
-from wcache.supervise.loop import Loop
-from wcache.supervise.messages import REQUESTS, Request
+from wcache.supervise.direct.loop import Loop
+from wcache.supervise.direct.messages import REQUESTS, Request
 from wcache.wire import close_all, peer_credentials, receive, send
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from typing import Literal
 
 import msgspec
 
-from wcache.commands.rollout import Need
 from wcache.config import Config
 from wcache.errors import OutOfMemoryError, WcacheError
 from wcache.fingerprint import wanted_by
@@ -16,6 +15,7 @@ from wcache.holdings import Holding, held_words
 from wcache.output import Table, counted
 from wcache.ranks import RankView, brief, holders, rank_words
 from wcache.reports import GenerationReport
+from wcache.rollout.up_plan import Need
 from wcache.units import size
 
 Action = Literal[

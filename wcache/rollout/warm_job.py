@@ -3,12 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wcache.commands import follow, orders, previous, together
-from wcache.commands.candidate import candidate, checkpoint_of
-from wcache.commands.job import Free, needs
-from wcache.commands.wanted import Args
-from wcache.commands.warmplan import STAGED, WarmPlan, decide
-from wcache.commands.write import write_config
 from wcache.config import Config, load_config
 from wcache.errors import NotReadyError, WcacheError
 from wcache.holdings import Others
@@ -16,6 +10,12 @@ from wcache.output import Output
 from wcache.paths import InstancePaths
 from wcache.protocol import Release, Released
 from wcache.ranks import RankView, known_ranks, rank_words, view
+from wcache.rollout import follow, orders, previous, together
+from wcache.rollout.candidate import candidate, checkpoint_of
+from wcache.rollout.up_job import Free, needs
+from wcache.rollout.wanted import Args
+from wcache.rollout.warm_plan import STAGED, WarmPlan, decide
+from wcache.rollout.write import write_config
 from wcache.supervise.interface import Supervisor
 from wcache.units import size
 

@@ -6,16 +6,6 @@ from pathlib import Path
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
-from wcache.commands import follow, previous, together
-from wcache.commands.rollout import (
-    LOADER_CONTEXT_BYTES,
-    Need,
-    Rollout,
-    check_memory,
-    decide,
-)
-from wcache.commands.wanted import Args, Wanted, from_config, from_model
-from wcache.commands.write import write_config
 from wcache.config import Config, load_config
 from wcache.errors import ConfigError, WcacheError
 from wcache.fingerprint import wanted_by
@@ -27,6 +17,16 @@ from wcache.memory.slab import slab_sizes
 from wcache.output import Output
 from wcache.paths import InstancePaths
 from wcache.ranks import RankView, holders, known_ranks, rank_words, read_config, view
+from wcache.rollout import follow, previous, together
+from wcache.rollout.up_plan import (
+    LOADER_CONTEXT_BYTES,
+    Need,
+    Rollout,
+    check_memory,
+    decide,
+)
+from wcache.rollout.wanted import Args, Wanted, from_config, from_model
+from wcache.rollout.write import write_config
 from wcache.served import read_served
 from wcache.supervise.interface import Supervisor
 from wcache.units import size

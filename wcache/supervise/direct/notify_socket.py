@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wcache.paths import check_socket_path
-from wcache.supervise.notify_message import MAX_MESSAGE_BYTES
+from wcache.supervise.direct.notify_message import MAX_MESSAGE_BYTES
 from wcache.wire import close_all
 
 # The kernel's own limit for one message (SCM_MAX_FD).

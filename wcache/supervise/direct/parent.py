@@ -21,7 +21,7 @@ from wcache.errors import (
 from wcache.log import setup_logging
 from wcache.paths import InstancePaths
 from wcache.protocol import MAX_TEXT, RefusalReason, Refused
-from wcache.supervise.ground import (
+from wcache.supervise.direct.ground import (
     Signals,
     lock_folder,
     make_private_folder,
@@ -29,8 +29,8 @@ from wcache.supervise.ground import (
     reap_orphans,
     seal_descriptors,
 )
-from wcache.supervise.loop import Loop
-from wcache.supervise.messages import (
+from wcache.supervise.direct.loop import Loop
+from wcache.supervise.direct.messages import (
     Load,
     Ok,
     Reports,
@@ -41,12 +41,12 @@ from wcache.supervise.messages import (
     Start,
     Stop,
 )
-from wcache.supervise.plans import RankPlans
-from wcache.supervise.record import RECORD_NAME, load_ranks, save_ranks
-from wcache.supervise.server import ControlServer, Peer
-from wcache.supervise.takeover import find_daemon
-from wcache.supervise.timing import Commands, Timing
-from wcache.supervise.unit import Unit
+from wcache.supervise.direct.plans import RankPlans
+from wcache.supervise.direct.record import RECORD_NAME, load_ranks, save_ranks
+from wcache.supervise.direct.server import ControlServer, Peer
+from wcache.supervise.direct.takeover import find_daemon
+from wcache.supervise.direct.timing import Commands, Timing
+from wcache.supervise.direct.unit import Unit
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
 """Brings the ranks up that an engine asks for, before it is started."""
 
-from wcache.commands.job import prepare
-from wcache.commands.lock import hold
-from wcache.commands.wanted import Args
 from wcache.engines.interface import Engine, Wish
 from wcache.errors import UsageError, WcacheError
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
 from wcache.ranks import read_config
+from wcache.rollout.lock import hold
+from wcache.rollout.up_job import prepare
+from wcache.rollout.wanted import Args
 from wcache.supervise import supervisor_for
 
 

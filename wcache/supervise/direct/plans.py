@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wcache.paths import InstancePaths, RankId
+from wcache.supervise.direct.timing import Commands
 from wcache.supervise.spawn import Plan
-from wcache.supervise.timing import Commands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from wcache.config import write_file
-from wcache.supervise.messages import Ranks
+from wcache.supervise.direct.messages import Ranks
 
 log = logging.getLogger(__name__)
 

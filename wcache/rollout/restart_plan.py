@@ -66,10 +66,10 @@ def _outlook(
     out: Output,
 ) -> str:
     from wcache.checkpoint import IdentityCache
-    from wcache.commands.job import Free, needs
-    from wcache.commands.rollout import check_memory
-    from wcache.commands.wanted import from_config
     from wcache.holdings import Others
+    from wcache.rollout.up_job import Free, needs
+    from wcache.rollout.up_plan import check_memory
+    from wcache.rollout.wanted import from_config
 
     held = sum(views[rank].held_bytes for rank in ranks)
     try:

@@ -30,7 +30,7 @@ from wcache.protocol import (
     encode_frame,
 )
 from wcache.state import loads
-from wcache.supervise.loop import Loop
+from wcache.supervise.direct.loop import Loop
 from wcache.supervise.spawn import Process
 from wcache.wire import close_all, peer_credentials, receive
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import msgspec
 
 from wcache.checkpoint.readahead import file_ranges, read_ahead, total_bytes
-from wcache.commands.candidate import candidate, checkpoint_of
-from wcache.commands.wanted import Args
 from wcache.config import Config, load_config
 from wcache.errors import NoSuchRankError, OutOfMemoryError
 from wcache.memory.available import available_bytes
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
 from wcache.ranks import rank_words
+from wcache.rollout.candidate import candidate, checkpoint_of
+from wcache.rollout.wanted import Args
 from wcache.units import duration, size
 
 _LABEL = "page cache"

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.cli.views import GIB, absent, config, progress, report, serving, unit
-from wcache.commands.rollout import Need, check_memory, decide
 from wcache.errors import ExitCode, OutOfMemoryError, TryAgainError, WcacheError
 from wcache.holdings import Holding
 from wcache.paths import RankId
 from wcache.ranks import RankView
+from wcache.rollout.up_plan import Need, check_memory, decide
 from wcache.state import RankState
 
 pytestmark = pytest.mark.cli

@@ -14,21 +14,21 @@ from pathlib import Path
 
 from wcache.errors import TryAgainError, WcacheError
 from wcache.paths import RankPaths
-from wcache.supervise.inbox import Inbox
-from wcache.supervise.interface import UnitReport, UnitState
-from wcache.supervise.loader_slot import LoaderSlot
-from wcache.supervise.loop import Loop
-from wcache.supervise.notify_message import NotifyMessage
-from wcache.supervise.plans import RankPlans
-from wcache.supervise.spawn import Ending, Process, spawn
-from wcache.supervise.takeover import (
+from wcache.supervise.direct.inbox import Inbox
+from wcache.supervise.direct.loader_slot import LoaderSlot
+from wcache.supervise.direct.loop import Loop
+from wcache.supervise.direct.notify_message import NotifyMessage
+from wcache.supervise.direct.plans import RankPlans
+from wcache.supervise.direct.takeover import (
     FoundDaemon,
     Takeover,
     TakeoverResult,
     connect_again,
     find_daemon,
 )
-from wcache.supervise.timing import Backoff, Timing
+from wcache.supervise.direct.timing import Backoff, Timing
+from wcache.supervise.interface import UnitReport, UnitState
+from wcache.supervise.spawn import Ending, Process, spawn
 
 log = logging.getLogger(__name__)
 

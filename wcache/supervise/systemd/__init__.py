@@ -1,0 +1,1 @@
+"""systemd as the supervisor of ranks: asked by systemctl, read by journalctl."""
