@@ -12,7 +12,7 @@ import typer.main
 
 import wcache
 from wcache.errors import ConfigError, ExitCode, WcacheError
-from wcache.output import StdoutError, stdout_error, talk
+from wcache.streams import StdoutError, stdout_error, talk
 
 INTERRUPTED = 130
 # Which say what the call is about (wcache.paths).

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.errors import CheckpointError, WcacheError
-from wcache.output import talk
+from wcache.streams import talk
 
 # Weights and what is needed to use them. No pickles and no code: wcache would run neither, and
 # whoever reads the folder after it should not have to wonder.

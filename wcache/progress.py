@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from wcache.output import talk
+from wcache.streams import talk
 from wcache.units import GIB, duration, size
 
 if TYPE_CHECKING:

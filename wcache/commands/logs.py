@@ -15,9 +15,10 @@ import typer
 from wcache.commands.log_entry import UNKNOWN_LEVEL, LogEntry, from_file, from_journal
 from wcache.commands.options import InstanceOption
 from wcache.errors import UsageError, WcacheError
-from wcache.output import one_line, put
+from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId
 from wcache.ranks import chosen, known_ranks, select
+from wcache.streams import put
 
 if TYPE_CHECKING:
     from wcache.supervise.systemd.journal import Part
