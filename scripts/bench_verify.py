@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from wcache.memory import mixing
+from wcache.memory import mix_kernel, mixing
 from wcache.memory.digest import digest, digests
 
 ALIGNMENT = 256
@@ -30,7 +30,7 @@ def main() -> None:
     check(args.device)
     print("    size  storages what      GB/s median    least     most  of copy")
     for gib in args.gib:
-        measure(args.device, int(gib * (1 << 30)), args.storages, args.repeat)
+        measure(args.device, int(gib * (1 << 30)) // 8 * 8, args.storages, args.repeat)
 
 
 def arguments() -> argparse.Namespace:
@@ -57,6 +57,8 @@ def name_of(device: str) -> str:
 
 def check(device: str) -> None:
     """All ways come to one digest, or no figure below means anything."""
+    if device == "cuda" and mix_kernel.compiled(torch.cuda.current_device()) is None:
+        sys.exit("the kernel can not be compiled here: digests are torch's operations")
     data = torch.randint(0, 256, ((8 << 20) + 3,), dtype=torch.uint8)
     there = data.to(device)
     found = {digest(data), digest(there), digest(there, chunk_bytes=1 << 20)}

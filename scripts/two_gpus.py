@@ -24,7 +24,18 @@ from pathlib import Path
 
 import vllm_starts
 from safetensors.torch import load_file
-from vllm_starts import Starts, answer, forget_pages, gpu_memory, is_back, report, say, wcache
+from vllm_starts import (
+    Starts,
+    answer,
+    forget_pages,
+    gpu_memory,
+    is_back,
+    is_free,
+    report,
+    said,
+    say,
+    wcache,
+)
 
 RANKS = (0, 1)
 IN_ORDER, REVERSED = "0,1", "1,0"
@@ -232,7 +243,8 @@ class Node:
         work = self.starts.work
         command = [
             sys.executable, "-m", "wcache", "run", "--on-mismatch", "fail", "--",
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--local-addr", "127.0.0.1", "--nproc-per-node", "2",
             str(LOGITS), str(model), str(work),
         ]  # fmt: skip
         print(indented(said(command)), flush=True)
@@ -267,13 +279,6 @@ def read_bytes(pid: int) -> int:
     """All that a process has read so far, from files and caches."""
     told = Path(f"/proc/{pid}/io").read_text()
     return int(dict(line.split(": ") for line in told.splitlines())["rchar"])
-
-
-def said(command: Sequence[str]) -> str:
-    """What a command prints. Raises :class:`AssertionError` with it when the command fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def indented(text: str) -> str:
@@ -380,16 +385,6 @@ STAGES = {
     "fp8": fp8, "stock": stock, "survive": survive, "orders": orders, "loaders": loaders,
     "transformers": transformers,
 }  # fmt: skip
-
-
-def is_free(before: list[int]) -> bool:
-    """Whether every GPU has as much memory free as it had, within five seconds."""
-    for _ in range(20):
-        after = gpu_memory()["used_mib"]
-        if all(now <= then + 64 for now, then in zip(after, before, strict=True)):
-            return True
-        time.sleep(0.25)
-    return False
 
 
 def main(given: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ LOG_LINES = {
     "engine init": r"init engine \(.*?\) took ([\d.]+) s",
 }
 START_S = 400
+COMMAND_S = 300
 PRELOAD_PORT = 18_477
 
 
@@ -51,6 +52,7 @@ def engine(model: str, load_format: str, how: str) -> None:
         tensor_parallel_size=int(os.environ["BENCH_TP"]),
         enforce_eager=how == "eager", max_model_len=2048, enable_prefix_caching=False,
         gpu_memory_utilization=float(os.environ.get("BENCH_UTILIZATION", "0.45")),
+        kv_cache_memory_bytes=int(os.environ.get("BENCH_KV_BYTES", "0")) or None,
     )  # fmt: skip
     ready = time.time()
 
@@ -81,19 +83,22 @@ class Starts:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
         self._numbers = itertools.count()
-        self._tokens: dict[Path, list[int]] = {}
+        self._tokens: dict[tuple[Path, str], list[int]] = {}
 
-    def tokens(self, model: Path) -> list[int]:
-        """What the first start on ``model`` gave, and every other has to give."""
-        return self._tokens[model]
+    def tokens(self, model: Path, how: str) -> list[int]:
+        """What a start from disk gave, and every other that runs ``how`` has to give."""
+        if (model, how) not in self._tokens:
+            self.start("disk, for its tokens", model, "auto", how)
+        return self._tokens[model, how]
 
     def start(
         self, name: str, model: Path, load_format: str, how: str, **environment: str
     ) -> dict[str, Any]:
-        """One start that ends by itself."""
+        """One start that ends by itself; its row."""
         with self.held(name, model, load_format, how, **environment):
             pass
-        return self.rows[-1]
+        # Others may have added theirs at the same time.
+        return next(row for row in reversed(self.rows) if row["start"] == name)
 
     def refused(self, model: Path, how: str, **environment: str) -> list[str]:
         """The reasons of the ranks of a start on wcache that ends by itself, without a token."""
@@ -113,6 +118,8 @@ class Starts:
         self, name: str, model: Path, load_format: str, how: str, **environment: str
     ) -> Iterator["subprocess.Popen[str]"]:
         """A start whose engine stays for as long as the block."""
+        if load_format != "auto":
+            self.tokens(model, how)
         events, log, process = self._begun(model, load_format, how, environment)
         lines: list[str] = []
         try:
@@ -126,7 +133,7 @@ class Starts:
             row["gpu"] = gpu_memory()
             self.rows.append(row)
             self.expect(
-                first["tokens"] == self._tokens.setdefault(model, first["tokens"]),
+                first["tokens"] == self._tokens.setdefault((model, how), first["tokens"]),
                 f"{name} ({how}): {first['total']:.1f} s, the same tokens; {row.get('reason', '')}",
             )
             yield process
@@ -278,6 +285,16 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # --- GPUs, files, wcache ----------------------------------------------------------------------
 
 
+def is_free(before: Sequence[int]) -> bool:
+    """Whether every GPU has as much memory free as when ``before`` MiB were used, within 5 s."""
+    for _ in range(20):
+        after = gpu_memory()["used_mib"]
+        if all(now <= then + 64 for now, then in zip(after, before, strict=True)):
+            return True
+        time.sleep(0.25)
+    return False
+
+
 def gpu_memory() -> dict[str, Any]:
     """MiB in use on each GPU, and by each process that has a context; empty without a driver."""
     used = [int(line) for line in smi("--query-gpu=memory.used")]
@@ -306,13 +323,23 @@ def forget_pages(model: Path) -> None:
 
 def wcache(*arguments: str, **environment: str) -> str:
     """What a command says; raises AssertionError when it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "wcache", *arguments],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
+    return said([sys.executable, "-m", "wcache", *arguments], **environment)
+
+
+def said(command: Sequence[str], **environment: str) -> str:
+    """What a command prints; raises AssertionError, with all of it, when it fails or hangs."""
+    process = subprocess.Popen(
+        command, env={**os.environ, **environment}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    if done.returncode:
-        raise AssertionError(f"wcache {' '.join(arguments)}: {done.stdout}{done.stderr}")
-    return done.stdout
+    try:
+        out, errors = process.communicate(timeout=COMMAND_S)
+    except subprocess.TimeoutExpired:
+        end(process, signal.SIGTERM)  # wcache run ends what it has started
+        raise AssertionError(f"{' '.join(command)} did not end in {COMMAND_S} s") from None
+    if process.returncode:
+        raise AssertionError(f"{' '.join(command)}: {out}{errors}")
+    return out
 
 
 def report(rank: int = 0, instance: str = "") -> "Report":

@@ -317,12 +317,12 @@ def test_without_a_compiler_the_digest_is_the_same(
         raise WcacheError("there is no NVRTC on this machine")
 
     monkeypatch.setattr(driver, "compile_kernel", refuse)
-    mix_kernel._compiled.cache_clear()
+    mix_kernel.compiled.cache_clear()
     try:
         assert mix_kernel.sums(data, torch.tensor([0]), torch.tensor([len(data)])) is None
         assert digest(data) == whole
     finally:
-        mix_kernel._compiled.cache_clear()
+        mix_kernel.compiled.cache_clear()
 
 
 def test_source_that_is_no_kernel_is_an_error(memory: CudaMemory) -> None:

@@ -1,5 +1,8 @@
 """What is read into a GPU is what is read into the host: runs, rows, conversions, cold files."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not driver.driver_available(), reason="no NVIDIA driver"),
 ]
 
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
 @contextmanager
-def mapped(nbytes: int) -> Iterator[CudaMapping]:
-    memory = CudaMemory(next(iter(driver.device_ordinals())))
+def mapped(nbytes: int, uuid: str | None = None) -> Iterator[CudaMapping]:
+    memory = CudaMemory(uuid or next(iter(driver.device_ordinals())))
     slab = memory.create(-(-nbytes // memory.granularity) * memory.granularity)
     mapping = memory.map([slab], Access.WRITE)
     slab.close()
@@ -45,6 +49,7 @@ def same_on_both(checkpoint: Checkpoint, planned: Plan, chunk_bytes: int) -> boo
     with mapped(planned.total_bytes) as mapping:
         content = mapping.tensor()
         content.zero_()
+        torch.cuda.synchronize()  # readers have streams of their own
         seen: list[int] = []
         read_plan(checkpoint, planned, mapping, seen.append, chunk_bytes=chunk_bytes)
         assert seen[-1] == planned.weight_bytes
@@ -93,6 +98,39 @@ def test_a_read_that_fails_leaves_no_thread_and_a_gpu_that_works(
             read_plan(checkpoint, planned, mapping, gone, chunk_bytes=4096)
         assert not [one for one in threading.enumerate() if one.name.startswith("wcache-read")]
     assert same_on_both(checkpoint, planned, 4096)
+
+
+_READ = """
+import sys
+from pathlib import Path
+from tests.gpu.test_read_cuda import mapped
+from wcache.checkpoint import open_checkpoint
+from wcache.layout import Layout
+from wcache.load.placement import place
+from wcache.load.read import read_plan
+from wcache.memory import driver
+
+uuid, ordinal = list(driver.device_ordinals().items())[-1]
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+for dtype in (None, "F32"):
+    planned = place(checkpoint, Layout(), 0, dtype=dtype)
+    with mapped(planned.total_bytes, uuid) as mapping:
+        read_plan(checkpoint, planned, mapping, lambda _: None, chunk_bytes=4096)
+print([driver.has_context(one) for one in (0, ordinal)])
+"""
+
+
+@pytest.mark.skipif(
+    driver.driver_available() and len(driver.device_ordinals()) < 2, reason="one GPU is visible"
+)
+def test_who_reads_for_one_gpu_takes_no_memory_of_another(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "m", many(), shards=3)
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, str(model)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "[False, True]", done.stdout + done.stderr
 
 
 def test_sysfs_knows_the_gpu_by_its_address() -> None:

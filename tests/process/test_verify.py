@@ -346,6 +346,24 @@ def test_a_model_that_transformers_can_not_make_costs_the_logits_alone(node: Nod
     assert found.detail.startswith("transformers can not run this model: KeyError: 'nonsense'")
 
 
+def test_a_model_that_writes_to_its_weights_is_no_skip(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU tells of a store into what is mapped for reading."""
+    node.up(write_llama(node.places.root / "model"))
+
+    def run(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr("wcache.verify.logits._run", run)
+    found = one(node.verify("parity"), "logits")
+    assert (found.result, found.detail) == (
+        "bad",
+        "a model of transformers ends on them: CUDA error: an illegal memory access was"
+        " encountered",
+    )
+
+
 def test_a_checkpoint_of_other_content_is_told_tensor_by_tensor(node: Node) -> None:
     folder = write_llama(node.places.root / "model")
     node.up(folder)

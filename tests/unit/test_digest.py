@@ -225,12 +225,12 @@ def test_a_kernel_that_can_not_be_compiled_is_tried_once(
         raise WcacheError("there is no NVRTC on this machine")
 
     monkeypatch.setattr(driver, "compile_kernel", refuse)
-    mix_kernel._compiled.cache_clear()
+    mix_kernel.compiled.cache_clear()
     try:
         with caplog.at_level(logging.DEBUG, mix_kernel.__name__):
-            assert [mix_kernel._compiled(7), mix_kernel._compiled(7)] == [None, None]
+            assert [mix_kernel.compiled(7), mix_kernel.compiled(7)] == [None, None]
     finally:
-        mix_kernel._compiled.cache_clear()
+        mix_kernel.compiled.cache_clear()
     assert tries == [7]
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert "no NVRTC" in caplog.text

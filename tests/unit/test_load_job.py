@@ -158,6 +158,17 @@ def test_too_little_memory_is_said_before_loading(
     )
 
 
+def test_a_gpu_that_fills_up_during_the_load_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 MiB")
+
+    monkeypatch.setattr("wcache.load.read.read_plan", full)
+    with pytest.raises(OutOfMemoryError, match=r"the GPU is too full: cuda out of memory$"):
+        _load(_config(write_llama(tmp_path / "m")))
+
+
 def test_a_bug_is_told_and_still_a_traceback() -> None:
     daemon = Daemon(Config(model=ModelSection(path="/m")))
     with pytest.raises(ZeroDivisionError), failure_told(daemon):

@@ -10,7 +10,7 @@ from tests.places import Places
 from wcache.checkpoint import open_checkpoint
 from wcache.config import Config, LayoutSection, ModelSection
 from wcache.engines.transformers.disk import Disk
-from wcache.engines.transformers.place import Place
+from wcache.engines.transformers.place import Place, _leave_gloo
 from wcache.errors import MismatchError, UsageError
 from wcache.fingerprint import Fingerprint
 
@@ -162,3 +162,35 @@ def test_the_disk_is_read_in_the_layout_that_the_cache_would_have(
     places.write_config(Config(model=ModelSection(path=str(model)), layout=layout))
     total = open_checkpoint(model).total_bytes
     assert Disk.of(None, "", place, "cpu").nbytes == total * readers // shards
+
+
+@pytest.mark.parametrize(
+    ("place", "chosen", "gpu"),
+    [
+        (Place(number=3, size=4, local_number=1, local_size=2), 0, 1),
+        (Place(number=3, size=4, local_number=3, local_size=4), 0, 1),  # of two that it sees
+        (Place(number=1, size=2, local_number=1, local_size=2), 1, 1),
+        (Place(number=2, size=3, local_number=2, local_size=3, rank=0), 0, 0),
+        (Place(), 0, 0),
+    ],
+)
+def test_each_process_has_a_gpu_of_its_own_unless_it_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, place: Place, chosen: int, gpu: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    assert place.gpu == gpu
+
+
+@pytest.mark.parametrize(
+    ("backends", "left"), [("cpu:gloo,cuda:nccl", 0), ("cuda:nccl", 0), ("cpu:gloo,cuda:gloo", 1)]
+)
+def test_a_group_that_could_wait_for_others_is_not_left_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, backends: str, left: int
+) -> None:
+    done: list[None] = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda: backends)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: done.append(None))
+    _leave_gloo()
+    assert len(done) == left

@@ -184,19 +184,21 @@ def _fill(
     at the earliest: a loader with nothing to load ends without it.
     """
     from wcache.load.read import read_plan
+    from wcache.memory.room import gpu_room
 
     mapping = memory.map(slabs, Access.WRITE)
     try:
-        progress.begin("read", planned.weight_bytes)
-        found = read_plan(
-            checkpoint, planned, mapping, progress.advance, shared=config.ranks.dp > 1
-        )
-        check_scales(planned, mapping.tensor())
-        rest = [span for span in planned.spans if span not in found]
-        if rest:
-            progress.begin("digest", sum(nbytes for _, nbytes in rest))
-            storages = digested(mapping.tensor(), rest, progress.advance)
-            found |= {(one.offset, one.nbytes): one.digest for one in storages}
+        with gpu_room("nvidia-smi shows who uses it; wcache up tries again"):
+            progress.begin("read", planned.weight_bytes)
+            found = read_plan(
+                checkpoint, planned, mapping, progress.advance, shared=config.ranks.dp > 1
+            )
+            check_scales(planned, mapping.tensor())
+            rest = [span for span in planned.spans if span not in found]
+            if rest:
+                progress.begin("digest", sum(nbytes for _, nbytes in rest))
+                storages = digested(mapping.tensor(), rest, progress.advance)
+                found |= {(one.offset, one.nbytes): one.digest for one in storages}
         return tuple(Storage(*span, found[span]) for span in planned.spans)
     finally:
         mapping.close()

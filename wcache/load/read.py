@@ -12,7 +12,7 @@ from wcache.checkpoint import Checkpoint
 from wcache.checkpoint.identity import open_unchanged
 from wcache.load.plan import Plan
 from wcache.load.reading import numa
-from wcache.load.reading.files import SourceFile
+from wcache.load.reading.files import SourceFile, hull_bytes
 from wcache.load.reading.pieces import CHUNK_BYTES, Piece, begin_with_words, pieces
 from wcache.load.reading.staging import Slot, keep, scale_rows
 from wcache.load.reading.workers import work, worker_count
@@ -35,7 +35,7 @@ def read_plan(
     mapping: Mapping,
     progress: Callable[[int], None],
     *,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     workers: int | None = None,
     shared: bool = False,
     digested: bool = True,
@@ -47,12 +47,16 @@ def read_plan(
     whole words. ``progress`` is called, in this thread, with the bytes written so far. Files that
     are not in the page cache are read past it, unless other ranks read the same: ``shared`` says
     that they read all of it. Beside the mapping, two chunks of memory are used by each worker at
-    most, and for what is converted two more on the device.
+    most, and for what is converted two more on the device; a chunk is about :data:`CHUNK_BYTES`
+    unless ``chunk_bytes`` says otherwise.
 
     Raises :class:`CheckpointError` when a file can not be read or is not what its header said any
     more. No thread is left then, and nothing refers to the mapping.
     """
     on_host = isinstance(mapping, HostMapping)
+    if chunk_bytes is None:
+        # torch rounds pinned memory up to a power of two, which a chunk and its hull are together.
+        chunk_bytes = CHUNK_BYTES if on_host else CHUNK_BYTES - hull_bytes(0)
     largest = max(DTYPE_BYTES.values())
     if chunk_bytes < largest or chunk_bytes % largest:
         raise ValueError(f"chunks of {chunk_bytes} bytes would cut elements")
@@ -147,6 +151,9 @@ class _Lane:
         self.sums: dict[Span, int] = {}
         """By storage, what its pieces add to its digest."""
         if self._content.is_cuda:
+            # This thread's: torch goes back to it whenever it leaves a stream, which would make a
+            # context on the first GPU where no other was chosen, 0.6 GiB for each loader.
+            torch.cuda.set_device(self._content.device)
             numa.bind_near(driver.pci_address(self._content.device.index))
 
     def read(self, task: tuple[SourceFile, Piece]) -> int:

@@ -83,7 +83,7 @@ def sums(content: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> t
     """
     device = content.device
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    kernel = _compiled(ordinal)
+    kernel = compiled(ordinal)
     if kernel is None:
         return None
     blocks = (sizes + (_BLOCK_BYTES - 1)) // _BLOCK_BYTES
@@ -106,7 +106,7 @@ def sums(content: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> t
 
 
 @functools.cache
-def _compiled(ordinal: int) -> int | None:
+def compiled(ordinal: int) -> int | None:
     """The kernel for one GPU, compiled once in a process."""
     try:
         return driver.compile_kernel(_SOURCE, "mix64", ordinal)

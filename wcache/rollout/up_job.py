@@ -20,6 +20,7 @@ from wcache.ranks import RankView, holders, known_ranks, rank_words, read_config
 from wcache.rollout import follow, previous, together
 from wcache.rollout.up_plan import (
     LOADER_CONTEXT_BYTES,
+    QUANTIZING_BYTES,
     Need,
     Rollout,
     check_memory,
@@ -207,7 +208,10 @@ def needs(checkpoint: Checkpoint | None, config: Config, out: Output) -> list[Ne
         nbytes = sum(slab_sizes(planned.total_bytes, config.memory.slab_bytes, SLAB_GRANULARITY))
         place = layout.coordinates(rank).local_rank
         if config.memory.device == "cuda":
-            found.append(Need(rank=rank, device=uuids[place], nbytes=nbytes + LOADER_CONTEXT_BYTES))
+            nbytes += LOADER_CONTEXT_BYTES
+            if any(target.scale is not None for target in planned.targets):
+                nbytes += QUANTIZING_BYTES
+            found.append(Need(rank=rank, device=uuids[place], nbytes=nbytes))
         else:
             found.append(Need(rank=rank, device="cpu", nbytes=nbytes))
     if config.model.quantization == "fp8" and not has_fp8:

@@ -13,6 +13,8 @@ from wcache.units import size
 
 LOADER_CONTEXT_BYTES = CONTEXT_BYTES
 """The loader has a context while it copies."""
+QUANTIZING_BYTES = 640 << 20
+"""Of a loader that quantizes: each of its eight readers has a piece, and bands of it in float32."""
 
 
 @dataclass(kw_only=True, slots=True)

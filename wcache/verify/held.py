@@ -1,7 +1,7 @@
 """A rank's generation for as long as it is looked at: leased, checked, mapped."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,14 +102,8 @@ def check_context(info: SlabInfo) -> None:
         )
 
 
-@contextmanager
-def gpu_room() -> Iterator[None]:
+def gpu_room() -> AbstractContextManager[None]:
     """Raises :class:`OutOfMemoryError` where torch finds no room on the GPU."""
-    import torch
+    from wcache.memory import room
 
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"the GPU is too full: {str(error).partition('.')[0].lower()}", hint=HINT_QUICK
-        ) from None
+    return room.gpu_room(HINT_QUICK)

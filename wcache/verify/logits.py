@@ -52,6 +52,9 @@ def logits(rank_id: RankId, manifest: Manifest, folder: Path | None, progress: P
     except (OSError, ValueError, LookupError, RuntimeError) as error:
         # Of transformers, or of torch for want of memory.
         line = (str(error).strip().splitlines() or [""])[0]
+        if "illegal memory access" in line:
+            # CUDA's word for a store into what is mapped for reading, and for the wrong place.
+            return _result(rank_id, "bad", f"a model of transformers ends on them: {line[:200]}")
         why = f"{type(error).__name__}: {line[:200]}"
         return _result(rank_id, "skipped", f"transformers can not run this model: {why}")
     multiplied = ", with FP8 multiplied out," if kind.fp8_weights else ""

@@ -14,7 +14,7 @@ from wcache.engines.account import Account
 from wcache.engines.orders import Orders, is_ordered, report
 from wcache.engines.transformers.disk import Disk
 from wcache.engines.transformers.model import build, check_device, check_is_whole, keep
-from wcache.engines.transformers.place import Place
+from wcache.engines.transformers.place import Place, leave
 from wcache.engines.transformers.source import Source
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint
@@ -98,11 +98,15 @@ def _from_cache(
         fallback = is_ordered() and orders.on_mismatch == "fallback"
     account = Account(orders, rank_id, log)
     start = _Start(account=account, place=place, rank_id=rank_id, device=device, options=options)
-    begun = start.join()
-    found = start.attached(model, wanted, wait_s)
-    if isinstance(found, Attachment):
-        return start.bound(found, config if config is not None else model, begun)
-    return start.from_disk(found, model, may_read=fallback)
+    try:
+        begun = start.join()
+        found = start.attached(model, wanted, wait_s)
+        if isinstance(found, Attachment):
+            return start.bound(found, config if config is not None else model, begun)
+        return start.from_disk(found, model, may_read=fallback)
+    except BaseException:
+        start.leave()
+        raise
 
 
 def _asked(model: str | Path | None, wanted: Fingerprint | None) -> Fingerprint | None:
@@ -141,16 +145,22 @@ class _Start:
         self._rank_id = rank_id
         self._device = device
         self._options = options
+        self._has_joined = False
 
     def join(self) -> float:
         """Finds the other processes; returns when that was done."""
         begun = time.perf_counter()
         if not self._place.is_joint:
             return begun
-        self._place.join()
+        self._has_joined = self._place.join()
         ready = time.perf_counter()
         self._account.told("distributed", ready - begun)
         return ready
+
+    def leave(self) -> None:
+        """Leaves no process group behind that this call has set up."""
+        if self._has_joined:
+            leave()
 
     def attached(
         self, model: str | Path | None, wanted: Fingerprint | None, wait_s: float

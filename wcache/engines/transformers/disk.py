@@ -139,10 +139,7 @@ def _device(asked: str | torch.device | None, place: Place) -> torch.device:
         return torch.device(asked)
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = torch.cuda.current_device()
-    if place.is_joint and not index:  # nobody has chosen one
-        index = place.local_number % torch.cuda.device_count()
-    return torch.device("cuda", index)
+    return torch.device("cuda", place.gpu)
 
 
 def _uuid(device: torch.device) -> str | None:

@@ -78,10 +78,10 @@ class Place:
                 hint="let from_cache() find the rank of each process",
             )
 
-    def join(self) -> None:
+    def join(self) -> bool:
         """Sets up torch.distributed, where the script has not: gloo, and nccl where GPUs are.
 
-        Raises :class:`WcacheError` when the processes do not find each other.
+        Returns whether it did. Raises :class:`WcacheError` when they do not find each other.
         """
         if distributed.is_initialized():
             if distributed.get_world_size() != self.size:
@@ -89,7 +89,7 @@ class Place:
                     f"torch.distributed has {distributed.get_world_size()} processes, and"
                     f" WORLD_SIZE is {self.size}"
                 )
-            return
+            return False
         # Known before the weights are, and the same for all: one that has none must say so too.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
@@ -97,9 +97,8 @@ class Place:
         except (RuntimeError, ValueError, OSError) as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise WcacheError(f"torch.distributed can not be set up: {line[:300]}") from None
-        # Its threads would meet a Python that is ending, and take the process down with SIGABRT
-        # now and then, in place of the status that the script ends with.
-        atexit.register(_leave)
+        atexit.register(_leave_gloo)
+        return True
 
     def agree(
         self,
@@ -115,8 +114,7 @@ class Place:
         """
         if not self.is_joint:
             return problem
-        config = str(distributed.get_backend_config())
-        device = "cpu" if "gloo" in config else "cuda"
+        device = torch.device("cpu") if "gloo" in _backends() else self._exchange_device()
         mine = torch.tensor([problem is None, _number_of(held)], dtype=torch.int64, device=device)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(every, mine)
@@ -135,6 +133,19 @@ class Place:
                 hint="wcache status shows what each rank serves; a switch is over in a moment",
             )
         return None
+
+    @property
+    def gpu(self) -> int:
+        """The number of this process's GPU: one that was chosen, or else one for itself."""
+        chosen = torch.cuda.current_device()
+        if self.is_joint and not chosen:
+            return self.local_number % torch.cuda.device_count()
+        return chosen
+
+    def _exchange_device(self) -> torch.device:
+        """Where a script's group that has GPUs alone takes tensors: no two ranks on one GPU."""
+        bound: torch.device | None = getattr(distributed.group.WORLD, "bound_device_id", None)
+        return bound or torch.device("cuda", self.gpu)
 
     def group(self, tp: int, device: torch.device) -> Group:
         """The ``tp`` processes that have the shards of one model, for weights on ``device``.
@@ -195,6 +206,21 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Gives the process group up, if there is one. No exchange of these processes may be open."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _leave_gloo() -> None:
+    """Before Python ends: a thread of gloo's that meets its end now and then raises SIGABRT.
+
+    One of nccl would wait for the others here, which may wait in an exchange for this process: a
+    script that has failed must end, for torchrun to end the others.
+    """
+    if distributed.is_initialized() and "nccl" not in _backends():
+        leave()
+
+
+def _backends() -> str:
+    return str(distributed.get_backend_config())

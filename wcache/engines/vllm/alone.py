@@ -6,6 +6,7 @@ gave was the same, bit for bit, as a rank of a real group (two ranks, on the CPU
 spread over ranks are refused, because nothing has shown them yet: the first engine publishes those.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -117,10 +118,20 @@ def _join_group(
     else:
         backend = "nccl" if device.type == "cuda" else "gloo"
     with set_current_vllm_config(engine_config):
+        if device.type == "cuda":
+            _set_what_a_worker_sets()
         # On a GPU vLLM takes the local rank for the number of the device.
         local_rank = device.index or 0
         state.init_distributed_environment(size, own, method, local_rank, backend=backend)
         state.initialize_model_parallel(config.layout.tp, config.layout.pp)
+
+
+def _set_what_a_worker_sets() -> None:
+    """Variables of vLLM's that follow from VLLM_BATCH_INVARIANT, and are switches of the layout."""
+    with contextlib.suppress(ImportError):  # a version that has it elsewhere
+        from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+
+        init_batch_invariance()
 
 
 def _stand_in(state: Any, rank: int, size: int) -> None:

@@ -80,7 +80,7 @@ class Slot:
     """One buffer of host memory; pinned where a GPU copies from it.
 
     The thread that makes it should be the one that fills it: its pages come from the NUMA node of
-    whoever touches them first.
+    whoever touches them first. For a GPU it has chosen that one as its device.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -89,9 +89,7 @@ class Slot:
         room = hull_bytes(nbytes)
         self.queue: Queue
         if device.type == "cuda":
-            # A thread that has not chosen a device would make a context on the first one.
-            with torch.cuda.device(device):
-                self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+            self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
             self.queue = Stream(device)
         else:
             # Tensor and view keep the map, which is gone with the last of them.
