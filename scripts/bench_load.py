@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--caches", default="warm,cold", help="of warm and cold, which")
     parser.add_argument("--ways", default=",".join([*WAYS, *SHARDED]), help="which to measure")
     parser.add_argument("--workers", type=int, help="of wcache; its own choice without")
-    parser.add_argument("--chunk-mib", type=int, help="of wcache; its own choice without")
+    parser.add_argument("--chunk-mib", type=float, help="of wcache; its own choice without")
     parser.add_argument("--way", help=argparse.SUPPRESS)  # what a child process measures
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -223,9 +223,8 @@ def reader(
     if way.startswith("wcache"):
         from wcache.load.publish import digested
         from wcache.load.read import read_plan
-        from wcache.load.reading.pieces import CHUNK_BYTES
 
-        chunk = options.chunk_mib * 2**20 if options.chunk_mib else CHUNK_BYTES
+        chunk = int(options.chunk_mib * 2**20) if options.chunk_mib else None
 
         def run() -> None:
             found = read_plan(
