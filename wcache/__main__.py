@@ -11,7 +11,11 @@ def main() -> None:
     gc.set_threshold(100_000)
     from wcache.cli import run
 
-    sys.exit(run())
+    code = run()
+    # Nor is there any to look for now: with torch and transformers that took a second, after the
+    # table of an up, before the prompt.
+    gc.freeze()
+    sys.exit(code)
 
 
 if __name__ == "__main__":
