@@ -23,6 +23,14 @@ def contents(node: Node) -> list[str | None]:
     return [one.fingerprint.content if one else None for one in served]
 
 
+def loader_of(node: Node, rank: int) -> int:
+    """The pid of the loader that is at work for a rank, which may be about to begin."""
+    wait_for(lambda: node.report(rank).progress is not None, f"rank {rank} loads")
+    progress = node.report(rank).progress
+    assert progress is not None
+    return progress.loader_pid
+
+
 def change_dtype(node: Node) -> None:
     """As an editor does it."""
     was = load_config(node.paths.config_file)
@@ -135,3 +143,37 @@ def test_an_interrupted_up_says_what_goes_on(node: Node) -> None:
     assert parts(node) == {1: "serving", 2: "staged"}
     assert node("up").code == 0
     assert parts(node) == {2: "serving"}
+
+
+def test_an_up_can_be_given_up_while_it_loads(node: Node) -> None:
+    """No rank comes to serve the new weights by itself, and a reboot does not load them."""
+    assert node.up("--dp", "2").code == 0
+    before, config = contents(node), load_config(node.paths.config_file)
+    command = [
+        sys.executable, "-m", "wcache", "up", "--model", other(node), *SMALL, "--dp", "2",
+    ]  # fmt: skip
+    stopped = []
+    with subprocess.Popen(
+        command, env=environment(node.places), cwd=node.root, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as up:  # fmt: skip
+        try:
+            for rank in BOTH:
+                stopped.append(loader_of(node, rank))
+                os.kill(stopped[-1], signal.SIGSTOP)
+            up.send_signal(signal.SIGINT)
+            up.communicate(timeout=30)
+            assert load_config(node.paths.config_file) != config
+            dropped = node("rollback", "--drop")
+        finally:
+            up.kill()
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+    assert dropped.code == 0
+    assert "ranks 0, 1: what is being loaded is given up, and will not be served" in dropped.stderr
+    assert "the configuration went back to what is served" in dropped.stderr
+    assert load_config(node.paths.config_file) == config
+    wait_for(lambda: all(node.report(rank).progress is None for rank in BOTH), "loaders have ended")
+    assert contents(node) == before
+    assert [parts(node, rank) for rank in BOTH] == [{1: "serving"}, {1: "serving"}]
+    assert node("status").code == 0

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.cli.node import SMALL, Node, no_loader, other, parts, wait_for
 from tests.cli.snapshot import check, environment
@@ -154,6 +156,19 @@ def test_warm_has_nothing_to_do_when_the_weights_are_the_wanted_ones(node: Node)
     assert node.paths.config_file.stat().st_mtime_ns == written
 
 
+@pytest.mark.parametrize("command", ["up", "warm"])
+def test_a_checkpoint_that_was_changed_in_place_is_told(node: Node, command: str) -> None:
+    assert node.up().code == 0
+    assert "could not be loaded again" not in node(command).stderr
+    folder = Path(load_config(node.paths.config_file).model.path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: one + 1 for name, one in weights.items()}, folder / "model.safetensors")
+    done = node(command)
+    assert done.code == 0
+    assert "lost weights could not be loaded again" in done.stderr
+    assert f"wcache up --model {folder}" in done.stderr
+
+
 def test_warm_takes_what_was_written_into_the_file(node: Node) -> None:
     assert node.up().code == 0
     before = digest(node)
@@ -261,6 +276,32 @@ def test_rollback_goes_to_what_was_served_before_and_not_to_what_was_loaded_befo
             assert parts(node) == {1: "draining", 2: "draining", 3: "serving"}
             assert node("rollback").code == 0
             assert digest(node) == first
+
+
+def test_rollback_goes_to_what_is_held_for_it_also_when_that_was_loaded_later(node: Node) -> None:
+    assert node.up().code == 0
+    first = str(load_config(node.paths.config_file).model.path)
+    assert node("warm", "--model", other(node), "--keep-old").code == 0
+    second = digest(node)
+    assert node("warm", "--model", first, "--keep-old").code == 0
+    assert parts(node) == {1: "serving", 2: "held"}
+    done = node("rollback")
+    assert done.code == 0, done.stderr
+    assert digest(node) == second
+
+
+def test_rollback_over_another_layout_names_the_up_that_helps(node: Node) -> None:
+    assert node.up("--dp", "2").code == 0
+    assert node("up", "--model", other(node), *SMALL, "--dp", "1").code == 0
+    done = node("rollback")
+    assert done.code == 1
+    assert "there is nothing to go back to" in done.stderr
+    assert re.search(r"wcache up --model \S+ --dp 2 loads them from disk", done.stderr)
+    assert node("up", "--model", other(node, 2), *SMALL, "--dp", "2").code == 0
+    done = node("rollback")
+    assert done.code == 1
+    assert "there is nothing to go back to" in done.stderr
+    assert re.search(r"wcache up --model \S+ loads them from disk", done.stderr)
 
 
 def test_rollback_is_refused_when_the_old_weights_are_gone(node: Node) -> None:

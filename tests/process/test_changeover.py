@@ -22,7 +22,7 @@ from tests.daemons import Daemon, Start, attach, connects, report
 from tests.places import Places
 from tests.processes import Store, end, wait_for
 from tests.publishing import content, head, manifest, offered
-from wcache.config import LayoutSection
+from wcache.config import Config, LayoutSection
 from wcache.control import Control, RefusedError
 from wcache.daemon.roles import Record, Roles
 from wcache.errors import TryAgainError, WcacheError
@@ -368,9 +368,12 @@ def test_an_order_that_was_given_up_is_not_fulfilled(
         loader.request(AskLoad(), NothingToLoad)
 
 
+@pytest.mark.parametrize("configured", [A, B], ids=["the file is old", "the file is new"])
 def test_what_is_given_up_during_its_load_is_refused_in_these_words(
-    places: Places, store: Store, daemon: Daemon
+    places: Places, store: Store, daemon: Daemon, configured: Config
 ) -> None:
+    """Also when the configuration asks for it, as it does during an ``up``."""
+    places.write_config(configured)
     stage(places, store, B)
     with Control.connect(places.rank(), "loader") as loader:
         loader.request(AskLoad(), LoadOrder)

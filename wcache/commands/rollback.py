@@ -10,7 +10,7 @@ import typer
 from wcache.commands.options import InstanceOption, JsonOption, QuietOption
 from wcache.commands.overview import collect, tables
 from wcache.config import Config, load_config
-from wcache.errors import WcacheError
+from wcache.errors import NotReadyError, WcacheError
 from wcache.fingerprint import compare, wanted_by
 from wcache.output import Output
 from wcache.paths import InstancePaths, check_instance_name
@@ -44,8 +44,8 @@ def rollback(
     with hold(paths, "wcache rollback"):
         ranks = chosen(paths, [])
         if drop:
-            up = [rank for rank, one in view(paths, ranks, supervisor).items() if one.is_up]
-            _drop(paths, up, out)
+            before = view(paths, ranks, supervisor)
+            _drop(paths, {rank: one for rank, one in before.items() if one.is_up}, out)
         else:
             current = load_config(paths.config_file)
             ranks = list(current.ranks.local_ranks())
@@ -56,18 +56,38 @@ def rollback(
     out.data(found, *(() if drop else tables(found)))
 
 
-def _drop(paths: InstancePaths, ranks: list[int], out: Output) -> None:
+def _drop(paths: InstancePaths, views: Mapping[int, RankView], out: Output) -> None:
     answers, errors = orders.try_all(
-        paths, ranks, lambda _: Release(roles=("staged", "held")), Released
+        paths, views, lambda _: Release(roles=("staged", "held")), Released
     )
     given_up = [rank for rank, released in answers.items() if released.generations]
     nbytes = sum(answers[rank].slab_bytes for rank in given_up)
+    wanted = [r for r in answers if (report := views[r].report) is not None and report.staging]
+    loading = [rank for rank in wanted if rank not in given_up]
     if given_up:
         out.say(f"{rank_words(given_up)}: {size(nbytes)} given up; engines keep what they have")
-    elif not errors:
+    if loading:
+        out.say(f"{rank_words(loading)}: what is being loaded is given up, and will not be served")
+    if not (given_up or loading or errors):
         out.say("nothing is held that is not served or in use")
     for error in errors.values():
         raise error
+    if wanted:
+        _configure_what_is_served(paths, views, out)
+
+
+def _configure_what_is_served(
+    paths: InstancePaths, views: Mapping[int, RankView], out: Output
+) -> None:
+    """An ``up`` that is given up has written its configuration: a reboot would load that."""
+    current, before = load_config(paths.config_file), previous.load(paths)
+    if before is None or before.ranks.local_ranks() != current.ranks.local_ranks():
+        return
+    if any(one.serves(current) or not one.serves(before) for one in views.values()):
+        return
+    write_config(msgspec.structs.replace(before, access=current.access), paths.config_file)
+    paths.previous_file.unlink()
+    out.say("the configuration went back to what is served")
 
 
 def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
@@ -76,7 +96,7 @@ def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
     Raises :class:`WcacheError` when a rank does not hold its weights any more.
     """
     if down := [rank for rank, one in views.items() if one.serving is None]:
-        raise WcacheError(
+        raise NotReadyError(
             f"{rank_words(down)} {'serves' if len(down) == 1 else 'serve'} nothing, and all ranks"
             " go back together",
             hint="wcache up starts what is not up, wcache warm loads what is empty",
@@ -87,7 +107,7 @@ def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
         raise WcacheError(_why_not(views), hint=_from_disk(paths))
     target = next(iter(found.values()))
     if list(target.ranks.local_ranks()) != list(views):
-        raise WcacheError("the weights of before have another layout", hint=_from_disk(paths))
+        raise WcacheError("the weights of before have another layout", hint=_loaded_by_up(target))
     # A rank that went back before, in a call that was ended, serves them already.
     without = [r for r, one in views.items() if r not in found and not one.serves(target)]
     if without:
@@ -105,20 +125,26 @@ def _target(views: Mapping[int, RankView], paths: InstancePaths) -> Config:
 
 
 def _older(one: RankView, before: Config | None) -> Config | None:
-    """What was served before: of a lower number, and other weights than are served now.
+    """What was served before: other weights than are served now, and held to go back to.
 
-    Numbers are in the order of the loads: after a rollback the highest one below is not what was
-    served last. ``before``, where it is known, is.
+    Where none are held for that, it is what engines still use of those with a lower number. Numbers
+    are in the order of the loads: after a rollback the highest one below is not what was served
+    last. ``before``, where it is known, is.
     """
     serving = one.serving
     if one.report is None or serving is None:
         return None
-    older = [
+    others = [
         held
         for held in one.report.generations
-        if held.number < serving.number and held.config is not None and one.differences(held.config)
+        if held.config is not None and one.differences(held.config)
+    ]
+    older = [held for held in others if held.role == "held"] or [
+        held for held in others if held.number < serving.number
     ]
     if before is not None:
+        if one.rank not in range(before.ranks.world_size):
+            return None
         wanted = wanted_by(before, one.rank)
         older = [held for held in older if not compare(held.fingerprint, wanted)]
     return max(older, key=lambda held: held.number).config if older else None
@@ -134,18 +160,27 @@ def _why_not(views: Mapping[int, RankView]) -> str:
             return f"rank {rank} serves the oldest weights that it holds"
         if freed is not None:
             ago = duration(time.time() - freed.at)
-            went = "went back already, and" if freed.number > serving.number else "has"
             return (
-                f"there is nothing to go back to: rank {rank} {went} freed generation"
+                f"there is nothing to go back to: rank {rank} has freed generation"
                 f" {freed.number}, {size(freed.slab_bytes)}, {ago} ago"
             )
     return "there is nothing to go back to: no other weights were served before"
 
 
 def _from_disk(paths: InstancePaths) -> str:
-    if paths.previous_file.exists():
-        return f"wcache warm --previous takes the weights of {paths.previous_file}"
-    return "wcache warm --model … reads other weights from disk"
+    before = previous.load(paths)
+    if before is None:
+        return "wcache warm --model … reads other weights from disk"
+    if before.ranks.local_ranks() != load_config(paths.config_file).ranks.local_ranks():
+        return _loaded_by_up(before)
+    return f"wcache warm --previous takes the weights of {paths.previous_file}"
+
+
+def _loaded_by_up(config: Config) -> str:
+    model, layout = config.model, config.layout
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    words = "".join(f" --{name} {count}" for name, count in sizes.items() if count > 1)
+    return f"wcache up --model {model.hub_id or model.path}{words} loads them from disk"
 
 
 def _go_back(

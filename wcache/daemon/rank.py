@@ -216,15 +216,15 @@ class Rank:
             close_all(fds)
             return answers.not_the_loader()
         try:
+            if self._load.is_staging and self._holdings.candidate is None:
+                # Also when the configuration asks for them: this rank alone would switch to them.
+                raise ManifestError("an operator gave them up while they were loaded")
             new = accept(self._load.generation, self._load.how, fds, message.slabs)
             check_is_wanted(new, self._holdings.staging or self._wanted())
         except (ManifestError, ProtocolError) as error:
             close_all(fds)
-            why, hint = error.message, error.hint
-            if self._load.is_staging and self._holdings.candidate is None:
-                why, hint = "an operator gave them up while they were loaded", ""
-            self._end_load(f"the weights of pid {self._load.pid} are refused: {why}")
-            return Refused(reason="invalid", message=why, hint=hint)
+            self._end_load(f"the weights of pid {self._load.pid} are refused: {error.message}")
+            return Refused(reason="invalid", message=error.message, hint=error.hint)
         return self._take(new, self._holdings.candidate or self.config)
 
     def checked(self, peer: int, message: Checked) -> Published | AskAgain | Refused:

@@ -66,5 +66,5 @@ def check_content(config: Config, checkpoint: Checkpoint, identity: Identity) ->
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is not the one that `wcache up` saw:"
             f" it is {identity.digest[:19]}, {recorded[:19]} was recorded",
-            hint="run wcache up again to take the new one",
+            hint=f"wcache up --model {config.model.hub_id or config.model.path} takes the new one",
         )

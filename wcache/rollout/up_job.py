@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
@@ -26,7 +25,7 @@ from wcache.rollout.up_plan import (
     check_memory,
     decide,
 )
-from wcache.rollout.wanted import Args, Wanted, from_config, from_model
+from wcache.rollout.wanted import Args, Wanted, from_config, from_model, why_not_again
 from wcache.rollout.write import write_config
 from wcache.served import read_served
 from wcache.supervise.interface import Supervisor
@@ -142,8 +141,8 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
     if all(views[rank].serves(config) for rank in local):
         rollout = decide(views, config)
         out.say(f"{rank_words(local)} {'holds' if len(local) == 1 else 'hold'} the wanted weights")
-        if config.model.loader != "publish" and not Path(config.model.path).is_dir():
-            out.warn(f"{config.model.path} is not there: lost weights could not be loaded again")
+        if why := why_not_again(config, IdentityCache(paths.identity_folder)):
+            out.warn(why)
     else:
         back = _coming_back(paths, views, config)
         # A configuration that is there already need not have its checkpoint there as well, as

@@ -153,6 +153,16 @@ def from_config(config: Config, *, identities: IdentityCache | None = None) -> W
     return Wanted(config=config, checkpoint=checkpoint)
 
 
+def why_not_again(config: Config, identities: IdentityCache) -> str:
+    """Why weights that were loaded by ``config`` could not be loaded again; empty if they could."""
+    try:
+        from_config(config, identities=identities)
+    except WcacheError as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        return f"lost weights could not be loaded again: {error.message}{hint}"
+    return ""
+
+
 def _identify(checkpoint: Checkpoint, identities: IdentityCache | None) -> Identity:
     return identify(checkpoint) if identities is None else identities.identify(checkpoint)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from wcache.checkpoint import IdentityCache
 from wcache.config import Config, load_config
 from wcache.errors import NotReadyError, WcacheError
 from wcache.holdings import Others
@@ -13,7 +14,7 @@ from wcache.ranks import RankView, known_ranks, rank_words, view
 from wcache.rollout import follow, orders, previous, together
 from wcache.rollout.candidate import candidate, checkpoint_of
 from wcache.rollout.up_job import Free, needs
-from wcache.rollout.wanted import Args
+from wcache.rollout.wanted import Args, why_not_again
 from wcache.rollout.warm_plan import STAGED, WarmPlan, decide
 from wcache.rollout.write import write_config
 from wcache.supervise.interface import Supervisor
@@ -134,6 +135,8 @@ def prepare(
     if any(one.holding(config) is None or _moved(one, config) for one in up):
         found = needs(checkpoint_of(wanted, paths), config, out)
         taken = {need.rank: need for need in found}
+    elif up and (why := why_not_again(config, IdentityCache(paths.identity_folder))):
+        out.warn(why)
     plan = decide(
         paths.instance,
         views,
