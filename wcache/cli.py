@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated, TextIO
@@ -12,11 +11,10 @@ import typer.main
 
 import wcache
 from wcache.errors import ConfigError, ExitCode, WcacheError
+from wcache.permissions import as_root
 from wcache.streams import StdoutError, stdout_error, talk
 
 INTERRUPTED = 130
-# Which say what the call is about (wcache.paths).
-_FOLDERS = ("WCACHE_RUN_DIR", "WCACHE_CONFIG_DIR", "WCACHE_STATE_DIR")
 
 # In the order of the help; each is the function of that name in its module.
 COMMANDS = (
@@ -135,13 +133,7 @@ def _report(error: WcacheError, words: Sequence[str]) -> None:
     if error.hint:
         talk(f"hint: {error.hint}")
     if error.exit_code is ExitCode.NO_PERMISSION and os.geteuid():
-        talk(f"hint: as root: {_with_sudo(words)}")
-
-
-def _with_sudo(words: Sequence[str]) -> str:
-    """This call for root: sudo has neither our PATH nor our variables."""
-    variables = [f"{name}={value}" for name, value in os.environ.items() if name in _FOLDERS]
-    return shlex.join(["sudo", *variables, sys.executable, "-P", "-m", "wcache", *words])
+        talk(f"hint: as root: {as_root(words)}")
 
 
 def _discard(stream: TextIO) -> int:

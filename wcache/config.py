@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from wcache.errors import ConfigError
+from wcache.errors import ConfigError, ExitCode
 from wcache.layout import Layout
+from wcache.permissions import who_may
 
 MAX_CONFIG_BYTES = 1 << 20
 MIN_SLAB_BYTES = 2 << 20
@@ -99,6 +100,12 @@ def load_config(path: Path) -> Config:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
+    except PermissionError:
+        raise ConfigError(
+            f"no permission to read {path}",
+            hint=who_may(path, os.R_OK),
+            exit_code=ExitCode.NO_PERMISSION,
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"no configuration: {path}: {(error.strerror or '').lower()}",

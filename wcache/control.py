@@ -22,6 +22,7 @@ from wcache.errors import (
     WcacheError,
 )
 from wcache.paths import RankPaths, check_socket_path
+from wcache.permissions import who_may
 from wcache.protocol import (
     MAX_FDS_PER_FRAME,
     MAX_FDS_PER_TRANSFER,
@@ -245,7 +246,7 @@ def connect_socket(path: Path, whose: str, timeout_s: float) -> socket.socket:
     except PermissionError:
         connection.close()
         raise NoPermissionError(
-            f"no permission to use {path}", hint="join the group that owns it, or use sudo"
+            f"no permission to use {path}", hint=who_may(path, os.W_OK) or "use sudo"
         ) from None
     except TimeoutError:
         connection.close()

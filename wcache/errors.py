@@ -51,8 +51,15 @@ class ConfigError(WcacheError):
 
     exit_code = ExitCode.CONFIGURATION
 
-    def __init__(self, message: str, *, problems: tuple[str, ...] = (), hint: str = "") -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        problems: tuple[str, ...] = (),
+        hint: str = "",
+        exit_code: ExitCode | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, exit_code=exit_code)
         self.problems = problems
 
 

@@ -5,6 +5,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from wcache.config import Config, load_config
 from wcache.control import Control, SilentDaemonError
@@ -189,7 +190,15 @@ def found_on_disk(instance: InstancePaths) -> set[int]:
 
 def read_config(instance: InstancePaths) -> Config | None:
     """The configuration, or None when there is none. Raises :class:`ConfigError` for a bad one."""
-    return load_config(instance.config_file) if instance.config_file.exists() else None
+    return load_config(instance.config_file) if _is_there(instance.config_file) else None
+
+
+def _is_there(path: Path) -> bool:
+    """Also what is in a folder that is closed to us may be there; reading it says so."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def known_ranks(instance: InstancePaths) -> list[int]:
@@ -236,7 +245,7 @@ def chosen(instance: InstancePaths, ranks: Sequence[int]) -> list[int]:
         try:
             load_config(instance.config_file)
         except ConfigError as error:
-            if instance.config_file.exists():
+            if _is_there(instance.config_file):
                 raise
             raise NoSuchRankError(
                 f"no configuration, and nothing runs: {instance.config_file} is not there",
