@@ -15,6 +15,7 @@ import pytest
 import wcache
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.places import Places, publish_config
+from tests.users import without_privileges
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import AccessSection, Config, LayoutSection, MemorySection, ModelSection
 from wcache.daemon.ready import Ready
@@ -27,6 +28,7 @@ from wcache.doctor import (
     Machine,
     Manager,
     diagnose,
+    gather,
     memory,
     model,
     ranks,
@@ -39,6 +41,7 @@ from wcache.protocol import Report
 from wcache.ranks import RankView
 from wcache.reports import GenerationReport
 from wcache.state import RankState
+from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import UnitReport
 
 pytestmark = pytest.mark.unit
@@ -280,7 +283,7 @@ def test_a_socket_with_another_mode_than_configured_is_named(
 def listening(places: Places) -> Iterator[None]:
     """A socket in the rank's place that answers to connect(2)."""
     path = places.rank().socket
-    path.parent.mkdir(parents=True, mode=0o755)
+    path.parent.mkdir(parents=True, mode=0o755, exist_ok=True)
     path.parent.parent.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -345,6 +348,65 @@ def test_a_socket_that_nobody_listens_on_is_a_leftover(evidence: Make, places: P
         assert results(ranks.check_leftovers, evidence()) == ["ok"]
     finding = only(ranks.check_leftovers, evidence())
     assert (finding.result, finding.mend) == ("warn", f"rm -r {places.rank().folder}")
+
+
+@pytest.mark.parametrize("closed", ["the socket", "the rank's folder", "the run folder"])
+def test_a_live_rank_that_this_user_may_not_look_at_is_no_leftover(
+    closed: str, evidence: Make, places: Places
+) -> None:
+    places.root.chmod(0o755)
+    write_ready(places, 4711)
+    paths = places.rank()
+    at = {"the socket": paths.socket, "the rank's folder": paths.folder}
+    found = evidence()
+    with listening(places):
+        barrier = at.get(closed, places.instance().run)
+        barrier.chmod(0)
+        with without_privileges():
+            finding = only(ranks.check_leftovers, found)
+        barrier.chmod(0o700)
+    assert finding.result == "warn"
+    assert f"{barrier} (mode 0) is open to " in finding.detail
+    assert "can not be looked at" in finding.detail
+    assert not finding.mend.startswith("rm")
+
+
+def test_files_are_nobodys_only_where_the_ranks_could_be_asked(
+    evidence: Make, places: Places
+) -> None:
+    with listening(places):
+        pass
+    places.rank().ready_file.touch()
+    finding = only(ranks.check_leftovers, evidence(silence="no"))
+    assert finding.result == "warn"
+    assert "not known" in finding.detail
+    assert not finding.mend.startswith("rm")
+
+
+def test_what_this_user_may_not_read_is_said_of_run_folder_and_configuration(
+    evidence: Make, places: Places
+) -> None:
+    places.root.chmod(0o755)
+    instance = places.instance()
+    places.write_config(publish_config())
+    for folder in (instance.run, instance.config):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0)
+    with without_privileges():
+        found = gather(instance, DirectSupervisor(""), manager(places), NOW)
+        sockets = only(service.check_folders, found)
+        configuration = only(model.check_configuration, found)
+    places.root.chmod(0)
+    with without_privileges():
+        outside = only(service.check_folders, found)
+    places.root.chmod(0o755)
+    for folder in (instance.run, instance.config):
+        folder.chmod(0o700)
+    assert f"{instance.run} (mode 0) is open to " in sockets.detail
+    assert f"{instance.config} (mode 0) is open to " in configuration.detail
+    assert "edit" not in configuration.mend
+    assert f"{places.root} (mode 0)" in outside.detail
+    assert "(mode 0)" in found.silence
 
 
 def write_ready(places: Places, pid: int) -> None:

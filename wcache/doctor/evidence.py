@@ -11,9 +11,10 @@ from wcache import devices, gate
 from wcache.checkpoint import Checkpoint, Identity, identify, open_checkpoint
 from wcache.config import Config
 from wcache.devices import Gpu
-from wcache.errors import CheckpointError, ConfigError, WcacheError
+from wcache.errors import CheckpointError, ConfigError, NoPermissionError, WcacheError
 from wcache.install import Target
 from wcache.paths import InstancePaths
+from wcache.permissions import who_may
 from wcache.ranks import RankView, known_ranks, read_config, view
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 from wcache.supervise.interface import Supervisor
@@ -128,15 +129,17 @@ def gather(
     except ConfigError as error:
         problems = error.problems or (error.message,)
     silence = ""
-    ranks = {*known_ranks(instance), *load_ranks(instance.supervisor_folder / RECORD_NAME)}
+    ranks = {*known_ranks(instance), *_recorded(instance)}
     try:
         if isinstance(supervisor, SystemdSupervisor):
             # Also those of which there is nothing left but stored descriptors.
             ranks.update(supervisor.known_ranks())
         views = view(instance, sorted(ranks), supervisor)
     except WcacheError as error:
-        silence = error.message
+        silence = f"{error.message}: {error.hint}" if _is_refusal(error) else error.message
         views = _daemons_alone(instance, sorted(ranks))
+    # Ranks without a configuration are known by their folders alone.
+    silence = silence or who_may(instance.run, os.X_OK)
     gpus: tuple[Gpu, ...] = ()
     driver = driver_fault = ""
     try:
@@ -158,6 +161,17 @@ def gather(
         driver_fault=driver_fault,
         now=now,
     )
+
+
+def _recorded(instance: InstancePaths) -> tuple[int, ...]:
+    """Ranks that wcache's own supervisor has started; none where that is not for us to read."""
+    record = instance.supervisor_folder / RECORD_NAME
+    return () if who_may(record, os.R_OK) else load_ranks(record)
+
+
+def _is_refusal(error: WcacheError) -> bool:
+    """True when its hint says who may, and not what to do."""
+    return isinstance(error, NoPermissionError) and bool(error.hint)
 
 
 def _daemons_alone(instance: InstancePaths, ranks: list[int]) -> dict[int, RankView]:

@@ -1,5 +1,6 @@
 """Checks of the configuration, and of the checkpoint against what was loaded from it."""
 
+import os
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -8,8 +9,10 @@ from wcache.checkpoint import Checkpoint, Identity
 from wcache.checkpoint.folder import CONFIG
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
+from wcache.doctor.unseen import unseen
 from wcache.errors import CheckpointError
 from wcache.output import counted
+from wcache.permissions import who_may
 from wcache.ranks import rank_words
 from wcache.units import duration
 
@@ -19,6 +22,9 @@ _SKEW_S = 60.0
 
 def check_configuration(evidence: Evidence) -> Iterator[Finding]:
     file = evidence.instance.config_file
+    if evidence.problems and who_may(file, os.R_OK):
+        yield unseen(evidence, "configuration", file, os.R_OK)
+        return
     for problem in evidence.problems:
         yield fail("configuration", problem, f"edit {file}")
     if evidence.config is not None:

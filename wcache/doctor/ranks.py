@@ -1,18 +1,21 @@
 """Checks of what runs and of what is left over from what ran."""
 
+import os
 from collections.abc import Iterator
 
 import msgspec
 
 import wcache
-from wcache.control import connect_socket
+from wcache.control import SilentDaemonError, connect_socket
 from wcache.daemon.ready import Ready
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
-from wcache.errors import WcacheError
+from wcache.doctor.unseen import INSIDE, look_again, unseen
+from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, WcacheError
 from wcache.output import counted
-from wcache.paths import RankId, RankPaths
-from wcache.ranks import RankView, found_on_disk
+from wcache.paths import InstancePaths, RankId, RankPaths
+from wcache.permissions import who_may
+from wcache.ranks import RankView
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 
@@ -23,7 +26,7 @@ _MAX_READY_BYTES = 1 << 16
 def check_ranks(evidence: Evidence) -> Iterator[Finding]:
     """Daemons that do not answer, or are of another version than this command."""
     if evidence.silence:
-        yield fail("ranks", f"can not be asked: {evidence.silence}", "sudo wcache doctor")
+        yield fail("ranks", f"can not be asked: {evidence.silence}", look_again(evidence))
     found = [*_silent(evidence), *_rivals(evidence)]
     yield from found
     up = sum(one.report is not None for one in evidence.views.values())
@@ -56,12 +59,17 @@ def check_descriptors(evidence: Evidence) -> Iterator[Finding]:
                     f"wcache down {name} frees it, wcache up takes it up again",
                 )
             )
+    if not found and evidence.silence and not kept:
+        return  # that ranks can not be asked is said above
     yield from found or [ok("descriptors", f"{kept} kept by {_keeper(evidence)}")]
 
 
 def check_leftovers(evidence: Evidence) -> Iterator[Finding]:
     """Ranks that no configuration asks for, and files that nobody stands behind."""
     found = [*_unwanted(evidence), *_stale(evidence)]
+    run = evidence.instance.run
+    if who_may(run, INSIDE):
+        found.append(unseen(evidence, "leftovers", run))
     yield from found or [ok("leftovers", "none")]
 
 
@@ -115,44 +123,73 @@ def _unwanted(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _stale(evidence: Evidence) -> Iterator[Finding]:
-    for rank in sorted(_folders(evidence)):
-        paths = evidence.instance.rank(rank)
-        one = evidence.views.get(rank)
+    for paths in _rank_folders(evidence.instance):
+        one = evidence.views.get(paths.id.rank)
         if one is not None and one.is_up:
             yield from _wrong_ready(paths, one)
         elif one is None or one.report is None:
-            yield from _files_of_nobody(paths)
+            yield from _files_of_nobody(evidence, paths)
 
 
-def _folders(evidence: Evidence) -> set[int]:
-    """Ranks of the instance with any file in the run folder."""
-    found = found_on_disk(evidence.instance)
-    for file in evidence.instance.run.glob("*/rank.ready"):
+def _rank_folders(instance: InstancePaths) -> list[RankPaths]:
+    """Those of the instance that are in the run folder; none where it can not be listed."""
+    found = []
+    try:
+        names = [entry.name for entry in instance.run.iterdir()]
+    except OSError:
+        return []
+    for name in names:
         try:
-            rank_id = RankId.parse(file.parent.name)
-        except WcacheError:
-            continue
-        if rank_id.instance == evidence.instance.instance:
-            found.add(rank_id.rank)
-    return found
+            rank_id = RankId.parse(name)
+        except UsageError:
+            continue  # the supervisor's, or a lock
+        if rank_id.instance == instance.instance:
+            found.append(instance.rank(rank_id.rank))
+    return sorted(found, key=lambda paths: paths.id)
 
 
-def _files_of_nobody(paths: RankPaths) -> Iterator[Finding]:
-    if paths.ready_file.exists():
+def _files_of_nobody(evidence: Evidence, paths: RankPaths) -> Iterator[Finding]:
+    """What is refused to us says nothing of who is there: a live daemon's files look the same."""
+    try:
+        ready, bound = paths.ready_file.exists(), paths.socket.exists()
+    except PermissionError:
+        yield unseen(evidence, "leftovers", paths.folder, os.X_OK)
+        return
+    if not ready and not bound:
+        return
+    try:
+        if _answers(paths):
+            return
+    except NoPermissionError:
+        yield unseen(evidence, "leftovers", paths.socket, os.W_OK)
+        return
+    if evidence.silence:
+        yield warn(
+            "leftovers",
+            f"whose the files in {paths.folder} are is not known: the ranks can not be asked",
+            look_again(evidence),
+        )
+        return
+    if ready:
         yield fail(
             "leftovers",
             f"{paths.ready_file} says ready, and no daemon runs",
             f"rm {paths.ready_file}",
         )
-    if paths.socket.exists() and not _answers(paths):
+    if bound:
         yield warn("leftovers", f"nobody listens on {paths.socket}", f"rm -r {paths.folder}")
 
 
 def _answers(paths: RankPaths) -> bool:
+    """False when nobody listens; raises :class:`NoPermissionError` when that can not be seen."""
     try:
         connection = connect_socket(paths.socket, "the rank", _CONNECT_TIMEOUT_S)
+    except NoPermissionError:
+        raise
+    except NoSuchRankError as error:
+        return isinstance(error, SilentDaemonError)
     except (OSError, WcacheError):
-        return False
+        return True  # it may be somebody
     connection.close()
     return True
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from wcache.daemon.access import group_of, socket_mode
 from wcache.doctor.evidence import Evidence, Manager
 from wcache.doctor.finding import Finding, fail, ok, warn
+from wcache.doctor.unseen import INSIDE, unseen
 from wcache.install import Planned, is_ours, read_installed
+from wcache.permissions import who_may
 
 GROUP = "wcache"
 KEEPS_OVER_STOP = 254
@@ -81,8 +83,15 @@ def check_group(evidence: Evidence) -> Iterator[Finding]:
 def check_folders(evidence: Evidence) -> Iterator[Finding]:
     """Who could put a socket of his own in a rank's place, and who can not get to it."""
     run = evidence.instance.run
-    if not run.is_dir():
-        yield ok("sockets", f"{run} is not there yet")
+    try:
+        if not run.is_dir():
+            yield ok("sockets", f"{run} is not there yet")
+            return
+    except PermissionError:
+        yield unseen(evidence, "sockets", run)
+        return
+    if who_may(run, INSIDE):
+        yield unseen(evidence, "sockets", run)
         return
     folders = [evidence.instance.rank(rank).folder for rank in evidence.views]
     found = list(_folder_problems(evidence, [run, *(path for path in folders if path.is_dir())]))
