@@ -42,3 +42,22 @@ def test_a_configuration_that_may_not_be_read_is_said(refused: Refused, places: 
         assert done.code == 77
         assert f"error: no permission to read {places.instance().config_file}\n" in done.stderr
         assert f"hint: {barrier} (mode 0) is open to " in done.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("-f",), ("--json",), ("0", "--daemon")])
+def test_logs_that_may_not_be_read_are_said(
+    words: tuple[str, ...], refused: Refused, places: Places
+) -> None:
+    log = places.instance().log_file(0, "daemon")
+    log.parent.mkdir(parents=True)
+    log.write_text("a line\n")
+    run(["logs"])
+    for barrier in (log, log.parent):
+        mode = barrier.stat().st_mode
+        barrier.chmod(0)
+        done = refused("logs", *words)
+        barrier.chmod(mode)
+        assert done.code == 77
+        assert "error: no permission to read " in done.stderr
+        assert f"hint: {barrier} (mode 0) is open to " in done.stderr
+        assert "Traceback" not in done.stderr

@@ -14,9 +14,10 @@ import typer
 
 from wcache.commands.log_entry import UNKNOWN_LEVEL, LogEntry, from_file, from_journal
 from wcache.commands.options import InstanceOption
-from wcache.errors import UsageError, WcacheError
+from wcache.errors import NoPermissionError, UsageError, WcacheError
 from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId
+from wcache.permissions import who_may
 from wcache.ranks import chosen, known_ranks, select
 from wcache.streams import put
 
@@ -119,25 +120,48 @@ def logs(
         return
     if named and supervisor:
         raise UsageError("--supervisor belongs to no rank", hint="leave the ranks out")
-    shown = chosen(paths, named) if named else _logged(paths)
     parts: list[Literal["daemon", "loader"]] = []
     parts += ["daemon"] if daemon else []
     parts += ["loader"] if loader else []
     if not parts and not supervisor:
         parts = ["daemon", "loader"]
+    with_supervisor = supervisor or not (named or daemon or loader)
+    try:
+        shown = chosen(paths, named) if named else _logged(paths)
+        files = _files(paths, shown, parts, with_supervisor=with_supervisor)
+        if not follow and not any(file.path.exists() for file in files):
+            raise WcacheError(
+                f"no logs in {paths.state / 'log'}",
+                hint="nothing was started here yet",
+            )
+        _show(files, lines, follow=follow, as_json=as_json)
+    except PermissionError as error:
+        refused = Path(error.filename)
+        raise NoPermissionError(
+            f"no permission to read {refused}", hint=who_may(refused, os.R_OK)
+        ) from None
+
+
+def _files(
+    paths: InstancePaths,
+    ranks: Sequence[int],
+    parts: Sequence[Literal["daemon", "loader"]],
+    *,
+    with_supervisor: bool,
+) -> list[LogFile]:
     files = [
         LogFile(f"{part}[{rank}]", paths.log_file(rank, part), _origin(paths, part, rank))
-        for rank in shown
+        for rank in ranks
         for part in parts
     ]
-    if supervisor or not (named or daemon or loader):
+    if with_supervisor:
         log, origin = paths.supervisor_log, _origin(paths, "supervisor", None)
         files.append(LogFile("supervisor", log, origin))
-    if not follow and not any(file.path.exists() for file in files):
-        raise WcacheError(
-            f"no logs in {paths.state / 'log'}",
-            hint="nothing was started here yet",
-        )
+    return files
+
+
+def _show(files: Sequence[LogFile], lines: int, *, follow: bool, as_json: bool) -> None:
+    """Raises ``PermissionError`` for the first file that may not be read."""
     written = _as_json if as_json else _as_text
     # A line without a time of its own belongs to one above it, which may not be shown.
     past = written([(file, file.tail(lines + _ABOVE if lines else 0)) for file in files])
