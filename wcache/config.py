@@ -2,6 +2,7 @@
 
 import grp
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from wcache.permissions import who_may
 
 MAX_CONFIG_BYTES = 1 << 20
 MIN_SLAB_BYTES = 2 << 20
+# As os.fsdecode() gives bytes that are not UTF-8.
+_UNDECODED = re.compile("[\udc80-\udcff]")
 
 Device = Literal["cpu", "cuda"]
 Loader = Literal["safetensors", "publish", "vllm"]
@@ -200,6 +203,11 @@ def _value_problems(config: Config) -> Iterator[str]:
     faults = list(layout.problems())
     for name, problem in faults:
         yield f"layout.{name}: {problem}"
+    # What the operating system takes for a name can be more than a text file can carry.
+    for name in ("path", "hub_id", "revision"):
+        value = getattr(config.model, name)
+        if value is not None and _UNDECODED.search(value):
+            yield f"model.{name}: is not UTF-8: {value}"
     if not config.model.path:
         yield "model.path: is empty"
     elif config.model.loader != "publish" and not Path(config.model.path).is_absolute():

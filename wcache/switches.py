@@ -305,7 +305,10 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command line for others to read: ``***`` for what follows an option with a secret."""
+    """A command line for others to read: ``***`` for what follows an option with a secret.
+
+    Arguments need not be UTF-8, what is written of them must be.
+    """
     told: list[str] = []
     hidden = False
     for argument in arguments:
@@ -318,7 +321,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         else:
             told.append(argument)
         hidden = argument.startswith("-") and not has_value and is_secret(name)
-    return told
+    return [argument.encode(errors="replace").decode() for argument in told]
 
 
 def _value(value: str) -> str:

@@ -154,6 +154,15 @@ def test_a_configuration_made_in_memory_is_checked_like_a_file() -> None:
         check_config(bad, source="x")
 
 
+@pytest.mark.parametrize("name", ["path", "hub_id", "revision"])
+def test_a_name_that_no_file_can_carry_is_a_fault(name: str) -> None:
+    undecodable = os.fsdecode(b"/model/\xff")
+    model = msgspec.structs.replace(FULL.model, **{name: undecodable})
+    with pytest.raises(ConfigError, match=rf"x: model\.{name}: is not UTF-8") as caught:
+        check_config(msgspec.structs.replace(FULL, model=model), source="x")
+    assert len(caught.value.problems) == 1
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Which settings of an engine become part of a fingerprint."""
 
+import os
 import re
 
 import pytest
@@ -136,6 +137,7 @@ def test_more_switches_than_a_fingerprint_takes_are_refused() -> None:
         (["env", "HF_TOKEN=t", "vllm"], ["env", "HF_TOKEN=***", "vllm"]),
         (["--hf_token", "t", "model"], ["--hf_token", "***", "model"]),
         (["vllm", "serve", "key=value"], ["vllm", "serve", "key=***"]),
+        (["python", os.fsdecode(b"\xff.py")], ["python", "?.py"]),
     ],
 )
 def test_a_command_line_is_told_without_its_secrets(arguments: list[str], told: list[str]) -> None:
