@@ -4,20 +4,23 @@ The names below are imported on first use: the daemon is a part of this package 
 without torch.
 """
 
-from typing import TYPE_CHECKING, Any
+# Not typing's: that would be imported before Ctrl-C can end a command without a traceback.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
 __all__ = ["Access", "attach", "first_token", "publish"]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from wcache.client import attach
     from wcache.engines.orders import first_token
     from wcache.load.module import publish
     from wcache.memory.slab import Access
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name == "attach":
         from wcache.client import attach
 

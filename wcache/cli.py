@@ -86,9 +86,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(words: Sequence[str]) -> int:
-    command = typer.main.get_command(_app(words))
     try:
-        command.main(words, prog_name="wcache")
+        typer.main.get_command(_app(words)).main(words, prog_name="wcache")
     except StdoutError:
         raise
     except WcacheError as error:
