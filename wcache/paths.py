@@ -46,6 +46,11 @@ def check_instance_name(name: str) -> str:
             f"an instance can not be named {name!r}: the default one's files are",
             hint="leave --instance out for the default instance",
         )
+    if not name:
+        raise UsageError(
+            "not an instance name: ''",
+            hint="without a name the default instance is meant: leave it out",
+        )
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"not an instance name: {name!r}",

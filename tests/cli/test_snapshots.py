@@ -92,6 +92,7 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_publish_fp8", nothing, "up --model x --loader publish --quantization fp8"),
     ("usage_rank", nothing, "status x"),
     ("usage_instance", nothing, "status --instance ../x"),
+    ("usage_instance_empty", three_ranks, "down --instance="),
     ("usage_two_instances", nothing, "status a:0 b:0"),
     ("usage_run_nothing", nothing, "run"),
     ("usage_run_no_script", nothing, "run -- python nowhere.py"),
@@ -105,6 +106,8 @@ CASES: list[tuple[str, Setup, str]] = [
     ("broken_up_model", broken, "up --model /nowhere"),
     ("not_toml_status", not_toml, "status"),
     # Models.
+    ("model_no_name", nothing, "up --device cpu --model="),
+    ("model_no_name_warm", three_models, "warm --model="),
     ("model_absent", nothing, "up --device cpu --model /nowhere/model"),
     ("model_file", a_file, "up --device cpu --model ./model"),
     ("model_empty", an_empty_folder, "up --device cpu --model ./model"),
@@ -136,6 +139,13 @@ def test_the_words_are_those_of_the_snapshot(
 ) -> None:
     setup(places)
     check(wcache(places, *command.split()), name, places.root)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor", "run", "fingerprint"])
+def test_an_empty_instance_is_not_the_default_one(command: str, places: Places) -> None:
+    done = wcache(places, command, "--instance", "")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: not an instance name: ''\n")
 
 
 @pytest.mark.parametrize("command", LOCKED)

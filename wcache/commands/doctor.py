@@ -9,7 +9,7 @@ import typer
 
 from wcache.commands.options import InstanceOption, JsonOption
 from wcache.output import Output, Table
-from wcache.paths import InstancePaths, check_instance_name
+from wcache.paths import InstancePaths
 
 
 def doctor(instance: InstanceOption = "", as_json: JsonOption = False) -> None:
@@ -29,7 +29,7 @@ def doctor(instance: InstanceOption = "", as_json: JsonOption = False) -> None:
     version = systemd.version() if here else 0
     overrides = () if user else (Path("/etc/systemd/system"), Path("/run/systemd/system"))
     manager = Manager(version=version, target=target, overrides=overrides)
-    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    paths = InstancePaths.of(instance)
     evidence = gather(paths, supervisor_for(paths.instance), manager, time.time())
     planned = plan(target, python=sys.executable, systemd_version=version)
     found = diagnose(evidence, planned)

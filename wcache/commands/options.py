@@ -6,11 +6,24 @@ from typing import Annotated
 import typer
 
 from wcache.errors import UsageError
+from wcache.paths import check_instance_name
+
+
+def _instance(context: typer.Context, name: str) -> str:
+    """Not given is the default instance; given and empty is a variable that a script has not set,
+    and no reason to do to the default instance what was meant for another."""
+    source = context.get_parameter_source("instance")
+    is_given = source is not None and source.name == "COMMANDLINE"
+    return check_instance_name(name) if is_given else name
+
 
 InstanceOption = Annotated[
     str,
     typer.Option(
-        "--instance", metavar="NAME", help="A named instance; without it the default one."
+        "--instance",
+        metavar="NAME",
+        callback=_instance,
+        help="A named instance; without it the default one.",
     ),
 ]
 RankArguments = Annotated[

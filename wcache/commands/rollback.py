@@ -13,7 +13,7 @@ from wcache.config import Config, load_config
 from wcache.errors import NotReadyError, WcacheError
 from wcache.fingerprint import compare, wanted_by
 from wcache.output import Output
-from wcache.paths import InstancePaths, check_instance_name
+from wcache.paths import InstancePaths
 from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
 from wcache.ranks import RankView, chosen, rank_words, view
 from wcache.rollout import orders, previous
@@ -39,7 +39,7 @@ def rollback(
     from wcache.supervise import supervisor_for
 
     out = Output(as_json=as_json, quiet=quiet)
-    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    paths = InstancePaths.of(instance)
     supervisor = supervisor_for(paths.instance)
     with hold(paths, "wcache rollback"):
         ranks = chosen(paths, [])

@@ -11,7 +11,7 @@ import typer
 from wcache.commands.options import InstanceOption, JsonOption, QuietOption
 from wcache.errors import ExitCode, UsageError, WcacheError
 from wcache.output import Output
-from wcache.paths import InstancePaths, check_instance_name
+from wcache.paths import InstancePaths
 
 if TYPE_CHECKING:
     from wcache.engines.interface import Wish
@@ -65,7 +65,7 @@ def run(
     them is overridden. Signals go to the engine, and its exit status is this command's.
     """
     out = Output(as_json=as_json, quiet=quiet)
-    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    paths = InstancePaths.of(instance)
     if timeline and not command:
         _show_last(paths, out)
         return

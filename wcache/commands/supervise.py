@@ -3,7 +3,6 @@
 import typer
 
 from wcache.commands.options import InstanceOption
-from wcache.paths import check_instance_name
 
 
 def supervise(instance: InstanceOption = "") -> None:
@@ -14,6 +13,4 @@ def supervise(instance: InstanceOption = "") -> None:
     """
     from wcache.supervise.direct.parent import run
 
-    if instance:
-        check_instance_name(instance)
     raise typer.Exit(run(instance, start_configured=True))

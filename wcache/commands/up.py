@@ -18,7 +18,7 @@ from wcache.commands.overview import collect, problem_lines, tables
 from wcache.config import Device, DType, Loader, Quantization
 from wcache.errors import ExitCode, NotReadyError
 from wcache.output import Output
-from wcache.paths import InstancePaths, check_instance_name
+from wcache.paths import InstancePaths
 from wcache.rollout.lock import hold
 
 INTERRUPTED = 130
@@ -104,7 +104,7 @@ def up(
         tp=tp, pp=pp, dp=dp, ep=ep, nnodes=nnodes, node_rank=node_rank,
     )  # fmt: skip
     args.check()
-    paths = InstancePaths.of(check_instance_name(instance) if instance else "")
+    paths = InstancePaths.of(instance)
     supervisor = supervisor_for(paths.instance)
     out = Output(quiet=quiet)
     if supervisor.kind == "direct" and units_missing():

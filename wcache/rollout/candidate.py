@@ -29,7 +29,7 @@ def candidate(args: Args, old: Config, paths: InstancePaths, *, previous: bool) 
             hint=_PUBLISHED,
         )
     identities = IdentityCache(paths.identity_folder)
-    if not any((args.model, args.revision, args.dtype, args.quantization)):
+    if not _names_weights(args):
         return _as_configured(old, identities)
     if args.model is None and args.revision is not None and old.model.hub_id is None:
         raise UsageError(
@@ -37,6 +37,12 @@ def candidate(args: Args, old: Config, paths: InstancePaths, *, previous: bool) 
             hint=f"the configured model is a folder and has no revisions: {old.model.path}",
         )
     return _chosen(args, old, identities)
+
+
+def _names_weights(args: Args) -> bool:
+    """An empty word names some too: a script's variable was not set, and the default not meant."""
+    said = (args.model, args.revision, args.dtype, args.quantization)
+    return any(one is not None for one in said)
 
 
 def _as_configured(old: Config, identities: IdentityCache) -> Wanted:
@@ -69,7 +75,7 @@ def _chosen(args: Args, old: Config, identities: IdentityCache) -> Wanted:
 
 
 def _previous(args: Args, old: Config, paths: InstancePaths) -> Config:
-    if any((args.model, args.revision, args.dtype, args.quantization)):
+    if _names_weights(args):
         raise UsageError("--previous names the weights already: leave the other options out")
     file = paths.previous_file
     found = previous_config.load(paths)
