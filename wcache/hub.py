@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wcache.checkpoint import Checkpoint, open_checkpoint
+from wcache.checkpoint.document import unreadable
 from wcache.errors import CheckpointError, WcacheError
 from wcache.streams import talk
 
@@ -40,9 +41,13 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
     for a path that is not there and :class:`WcacheError` for a hub id that can not be had.
     """
     path = Path(model).expanduser()
-    if model and path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if model and is_folder:
         return ResolvedModel(path=path.absolute(), revision=revision)
-    if model and path.exists():
+    if model and is_there:
         raise CheckpointError(
             f"{model} is not a folder", hint="a checkpoint is a folder with config.json in it"
         )

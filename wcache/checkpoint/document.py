@@ -6,7 +6,8 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wcache.errors import CheckpointError
+from wcache.errors import CheckpointError, ExitCode
+from wcache.permissions import who_may
 
 MAX_DOCUMENT_BYTES = 100_000_000
 """The bound that safetensors sets for its header (its MAX_HEADER_SIZE)."""
@@ -32,7 +33,11 @@ def open_file(path: Path) -> tuple[int, os.stat_result]:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} can not be read: {(error.strerror or str(error)).lower()}")
+    """With who may read it, and the exit code of that, where it is a matter of permission."""
+    what = f"{path} can not be read: {(error.strerror or str(error)).lower()}"
+    if isinstance(error, PermissionError):
+        return CheckpointError(what, hint=who_may(path, os.R_OK), exit_code=ExitCode.NO_PERMISSION)
+    return CheckpointError(what)
 
 
 def read_exactly(fd: int, nbytes: int, offset: int, path: Path) -> bytes:

@@ -87,6 +87,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     opened_ns = time.time_ns()
     try:
         names = {entry.name for entry in path.iterdir()}
+    except PermissionError as error:
+        raise unreadable(path, error) from None
     except OSError as error:
         raise CheckpointError(
             f"no checkpoint: {path}: {(error.strerror or str(error)).lower()}",

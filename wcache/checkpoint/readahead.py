@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Lock
 
+from wcache.checkpoint.document import unreadable
 from wcache.checkpoint.header import TensorEntry
 from wcache.errors import CheckpointError
 
@@ -78,9 +79,7 @@ def read_ahead(
                 pool.shutdown(cancel_futures=True)
                 raise
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or folder} can not be read: {(error.strerror or '').lower()}"
-        ) from None
+        raise unreadable(Path(error.filename or folder), error) from None
     finally:
         for fd in descriptors.values():
             os.close(fd)

@@ -1,5 +1,6 @@
 """Where a fingerprint comes from: a model and options of ``up``, a file, or a running rank."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ class Source:
 
 def is_file(model: str) -> bool:
     """True for what must be read as a fingerprint; a folder or a hub id is a model."""
-    return Path(model).expanduser().is_file()
+    with contextlib.suppress(OSError):
+        return Path(model).expanduser().is_file()
+    return False  # what is wrong with it is said when the model is looked for
 
 
 def of_model(args: Args, model: str, rank: int, paths: InstancePaths, out: Output) -> Source:
