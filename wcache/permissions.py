@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from wcache.errors import NoPermissionError
+
 # Which say what a call is about (wcache.paths).
 _FOLDERS = ("WCACHE_RUN_DIR", "WCACHE_CONFIG_DIR", "WCACHE_STATE_DIR")
 
@@ -22,8 +24,9 @@ def as_root(words: Sequence[str]) -> str:
 def who_may(path: Path, access: int) -> str:
     """A hint that names what keeps this process out of ``path``, and whom it lets in.
 
-    ``access`` is ``os.R_OK`` or the like. Where a folder above it is the barrier, the path's own
-    group and mode do not help. Empty where modes do not explain it.
+    ``access`` is ``os.R_OK`` or the like; to write what is not there is to write to its folder.
+    Where a folder above it is the barrier, the path's own group and mode do not help. Empty where
+    modes do not explain it.
     """
     found = _barrier(path, access)
     if found is None:
@@ -42,12 +45,28 @@ def who_may(path: Path, access: int) -> str:
     return f"{barrier} (mode {mode:o}) is open to {who} alone"
 
 
+def check_folder(folder: Path) -> None:
+    """Raises :class:`NoPermissionError` for a folder of somebody who is neither root nor us: he
+    could put files there, and could not use those that we put there. One that is absent passes.
+    """
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        raise NoPermissionError(
+            f"{folder} is not a folder of yours", hint="set WCACHE_RUN_DIR to one that is"
+        )
+
+
 def _barrier(path: Path, access: int) -> tuple[Path, int] | None:
     """The first part of ``path`` that refuses us, and the bits that its mode would need."""
     whole = Path(os.path.realpath(path))
     for folder in reversed(whole.parents):
         if not os.access(folder, os.X_OK, effective_ids=True):
             return folder, os.X_OK
+    if access & os.W_OK and not whole.exists():
+        whole, access = whole.parent, os.W_OK | os.X_OK
     return None if os.access(whole, access, effective_ids=True) else (whole, access)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from wcache.errors import NoPermissionError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths
+from wcache.permissions import check_folder
 
 _MAX_HOLDER = 128
 
@@ -15,10 +16,12 @@ _MAX_HOLDER = 128
 def hold(instance: InstancePaths, command: str) -> Iterator[None]:
     """Holds the instance's lock, which the kernel gives up with this process however it ends.
 
-    Raises :class:`TryAgainError` when another command holds it, naming that one and its pid.
+    Raises :class:`TryAgainError` when another command holds it, naming that one and its pid, and
+    :class:`NoPermissionError`, with nothing written, for a run folder of somebody else.
     """
     path = instance.lock_file
     try:
+        check_folder(path.parent.resolve())
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except PermissionError:

@@ -5,12 +5,12 @@ import fcntl
 import os
 import resource
 import signal
-import stat
 import time
 from pathlib import Path
 from types import FrameType
 
-from wcache.errors import NoPermissionError, TryAgainError
+from wcache.errors import TryAgainError
+from wcache.permissions import check_folder
 
 
 class Signals:
@@ -70,16 +70,13 @@ def seal_descriptors() -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Raises :class:`NoPermissionError` when somebody else could put files there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    for path in (folder.parent.resolve(), folder):
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()):
-            raise NoPermissionError(
-                f"{path} is not a folder of yours", hint="set WCACHE_RUN_DIR to one that is"
-            )
+    """Raises :class:`NoPermissionError`, with nothing made, when somebody else could put files
+    there."""
+    check_folder(folder.parent.resolve())
+    check_folder(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # It may have been made in between by somebody who was faster.
+    check_folder(folder)
     folder.chmod(0o700)
 
 

@@ -20,6 +20,7 @@ from wcache.errors import (
 )
 from wcache.log import setup_logging
 from wcache.paths import InstancePaths
+from wcache.permissions import who_may
 from wcache.protocol import MAX_TEXT, RefusalReason, Refused
 from wcache.supervise.direct.ground import (
     Signals,
@@ -331,11 +332,18 @@ def run(
             soft_limit=raise_descriptor_limit(),
             ends_when_idle=ends_when_idle,
         )
+        is_configured = start_configured and paths.config_file.exists()
+    except PermissionError as error:
+        refused = Path(error.filename)
+        raise NoPermissionError(
+            f"no permission to supervise ranks: {refused}",
+            hint=who_may(refused, os.W_OK | os.X_OK) or "set WCACHE_RUN_DIR to a folder of yours",
+        ) from None
     except OSError as error:
         raise WcacheError(f"can not begin: {error}", hint="see WCACHE_RUN_DIR") from None
     try:
         adopted = parent.adopt()
-        if start_configured and paths.config_file.exists():
+        if is_configured:
             _start_configured(parent, paths, adopted)
         if ready_fd is not None:
             with contextlib.suppress(OSError):  # whoever waited has gone
