@@ -45,6 +45,14 @@ def who_may(path: Path, access: int) -> str:
     return f"{barrier} (mode {mode:o}) is open to {who} alone"
 
 
+def may_exist(path: Path) -> bool:
+    """True also for what is in a folder that is closed to us: it may be there."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+
+
 def check_folder(folder: Path) -> None:
     """Raises :class:`NoPermissionError` for a folder of somebody who is neither root nor us: he
     could put files there, and could not use those that we put there. One that is absent passes.

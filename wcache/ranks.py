@@ -5,7 +5,6 @@ import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from wcache.config import Config, load_config
 from wcache.control import Control, SilentDaemonError
@@ -20,6 +19,7 @@ from wcache.errors import (
 from wcache.fingerprint import Difference, compare, wanted_by
 from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId, RankPaths, check_instance_name
+from wcache.permissions import may_exist
 from wcache.protocol import AskReport, Report
 from wcache.reports import GenerationReport, LeaseReport
 from wcache.supervise.interface import Supervisor, UnitReport
@@ -190,15 +190,7 @@ def found_on_disk(instance: InstancePaths) -> set[int]:
 
 def read_config(instance: InstancePaths) -> Config | None:
     """The configuration, or None when there is none. Raises :class:`ConfigError` for a bad one."""
-    return load_config(instance.config_file) if _is_there(instance.config_file) else None
-
-
-def _is_there(path: Path) -> bool:
-    """Also what is in a folder that is closed to us may be there; reading it says so."""
-    try:
-        return path.exists()
-    except PermissionError:
-        return True
+    return load_config(instance.config_file) if may_exist(instance.config_file) else None
 
 
 def known_ranks(instance: InstancePaths) -> list[int]:
@@ -245,7 +237,7 @@ def chosen(instance: InstancePaths, ranks: Sequence[int]) -> list[int]:
         try:
             load_config(instance.config_file)
         except ConfigError as error:
-            if _is_there(instance.config_file):
+            if may_exist(instance.config_file):
                 raise
             raise NoSuchRankError(
                 f"no configuration, and nothing runs: {instance.config_file} is not there",

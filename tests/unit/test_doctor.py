@@ -468,6 +468,23 @@ def test_a_checkpoint_that_is_gone_matters_less_while_weights_are_served(
     assert only(model.check_checkpoint, evidence(config=config, views=views)).result == "warn"
 
 
+def test_a_checkpoint_that_only_this_user_may_not_read_is_no_fault(
+    evidence: Make, places: Places
+) -> None:
+    places.root.chmod(0o755)
+    folder = write_llama(places.root / "models" / "llama")
+    config = checkpoint_config(folder)
+    stranger, owner = evidence(config=config, silence="no"), evidence(config=config)
+    folder.parent.chmod(0)
+    with without_privileges():
+        unknown = only(model.check_checkpoint, stranger)
+        fault = only(model.check_checkpoint, owner)
+    folder.parent.chmod(0o755)
+    assert (unknown.result, fault.result) == ("warn", "fail")
+    assert "not known" in unknown.detail
+    assert fault.mend.startswith(f"{folder.parent} (mode 0) is open to ")
+
+
 def test_files_and_daemons_from_the_future_are_noticed(evidence: Make, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
     config = checkpoint_config(folder)

@@ -9,10 +9,10 @@ from wcache.checkpoint import Checkpoint, Identity
 from wcache.checkpoint.folder import CONFIG
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
-from wcache.doctor.unseen import unseen
-from wcache.errors import CheckpointError
+from wcache.doctor.unseen import look_again, unseen
+from wcache.errors import CheckpointError, ExitCode
 from wcache.output import counted
-from wcache.permissions import who_may
+from wcache.permissions import may_exist, who_may
 from wcache.ranks import rank_words
 from wcache.units import duration
 
@@ -40,7 +40,12 @@ def check_checkpoint(evidence: Evidence) -> Iterator[Finding]:
         return
     path = config.model.path
     if isinstance(found, CheckpointError):
-        gone = not Path(path).exists()
+        if evidence.silence and found.exit_code is ExitCode.NO_PERMISSION:
+            # Whoever may not ask the ranks is not the user that loads.
+            detail = f"{found.message}; whether a loader can is not known"
+            yield warn("checkpoint", detail, look_again(evidence))
+            return
+        gone = not may_exist(Path(path))
         mend = "mount it again, or: wcache up --model …" if gone else found.hint or f"ls {path}"
         if evidence.waiting():
             yield fail("checkpoint", found.message, mend)
