@@ -68,6 +68,18 @@ def test_restart_keeps_the_weights_and_says_so(node: Node) -> None:
     assert after.serving.how == "adopted"
 
 
+def test_restart_says_which_ranks_were_not_up_and_leaves_them_down(node: Node) -> None:
+    assert node.up("--dp", "2").code == 0
+    assert node("down", "1").code == 0
+    done = node("restart", "--quiet")
+    assert done.code == 0
+    assert done.stderr == "warning: rank 1 is not up and left so: wcache up starts it\n"
+    assert node.report().serving is not None
+    assert ask(node.paths.rank(1)) is None
+    assert node.up("--dp", "2").code == 0
+    assert "warning" not in node("restart").stderr
+
+
 def test_a_killed_daemon_is_back_with_its_weights(node: Node) -> None:
     assert node.up().code == 0
     before = node.report()

@@ -63,6 +63,9 @@ def restart(
         before = _stored_again(before, paths, supervisor)
         _check(before, named=bool(named), force=force)
         up = {rank: one for rank, one in before.items() if one.is_up}
+        if down := before.keys() - up.keys():
+            is_, it = ("is", "it") if len(down) == 1 else ("are", "them")
+            out.warn(f"{rank_words(down)} {is_} not up and left so: wcache up starts {it}")
         change = change_of(paths, up, config, out) if config else None
         if change is not None and config is not None:
             _check_is_whole(paths, config, up, named)
