@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.snapshot import check, wcache
 from tests.places import Places, publish_config
+from wcache.rollout.lock import DOWN, hold
 
 pytestmark = pytest.mark.cli
 
@@ -160,6 +161,16 @@ def test_a_second_command_is_told_who_is_at_work(command: str, places: Places) -
         done = wcache(places, command)
     assert f"pid {os.getpid()}" in done.stderr
     check(done, f"locked_{command}", places.root)
+
+
+def test_a_down_that_is_at_work_is_not_called_safe_to_end(places: Places) -> None:
+    three_ranks(places)
+    with hold(places.instance(), DOWN):
+        done = wcache(places, "up")
+    assert done.code == 75
+    assert f"another wcache down is at work (pid {os.getpid()})" in done.stderr
+    assert "safe" not in done.stderr
+    assert "ended half-way" in done.stderr
 
 
 def test_a_lock_of_a_command_that_was_killed_is_no_lock(places: Places) -> None:

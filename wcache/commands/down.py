@@ -8,7 +8,7 @@ from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.errors import WcacheError
 from wcache.output import Output, counted
 from wcache.ranks import chosen, holders, rank_words, select, view
-from wcache.rollout.lock import hold
+from wcache.rollout.lock import DOWN, hold
 from wcache.units import size
 
 
@@ -35,7 +35,7 @@ def down(
     paths, named = select(instance, ranks or [])
     wanted = chosen(paths, named)
     supervisor = supervisor_for(paths.instance)
-    with hold(paths, "wcache down"):
+    with hold(paths, DOWN):
         found = view(paths, wanted, supervisor)
         used = holders(found.values())
         if used and not force:

@@ -9,6 +9,8 @@ from wcache.errors import NoPermissionError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths
 from wcache.permissions import check_folder
 
+DOWN = "wcache down"
+"""The command that frees weights, and not for others in their place."""
 _MAX_HOLDER = 128
 
 
@@ -58,7 +60,9 @@ def _sign(fd: int, holder: str) -> None:
 
 def _taken(holder: str) -> TryAgainError:
     pid, _, command = holder.strip().partition(" ")
+    safe = "ending it is safe: weights and loads under way stay"
+    frees = "ended half-way it has freed the weights of some ranks and not of others"
     return TryAgainError(
         f"another {command or 'wcache'} is at work (pid {pid or 'unknown'})",
-        hint="wait for its end; ending it is safe: weights and loads under way stay",
+        hint=f"wait for its end; {frees if command == DOWN else safe}",
     )
