@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import wcache
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.places import Places, publish_config
-from tests.users import without_privileges
+from tests.users import NOBODY, without_privileges
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import AccessSection, Config, LayoutSection, MemorySection, ModelSection
 from wcache.daemon.ready import Ready
@@ -252,6 +252,22 @@ def test_a_folder_of_another_user_is_a_fault(evidence: Make, places: Places) -> 
     finding = only(service.check_folders, evidence())
     assert finding.result == "fail"
     assert "uid 1234" in finding.detail
+    # There may be live ranks in it, and they are not ours to end.
+    assert "rm" not in finding.mend.split()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="has another user listen")
+def test_a_live_rank_of_another_user_is_no_leftover(evidence: Make, places: Places) -> None:
+    write_ready(places, 4711)
+    places.root.chmod(0o755)
+    places.rank().folder.chmod(0o777)
+    with ExitStack() as stack:
+        with without_privileges():
+            stack.enter_context(listening(places))
+        finding = only(ranks.check_leftovers, evidence())
+    assert finding.result == "warn"
+    assert f"answered by uid {NOBODY}" in finding.detail
+    assert "WCACHE_RUN_DIR" in finding.mend
 
 
 def test_a_folder_that_is_closed_to_those_who_may_attach_is_a_fault(
@@ -284,7 +300,8 @@ def listening(places: Places) -> Iterator[None]:
     """A socket in the rank's place that answers to connect(2)."""
     path = places.rank().socket
     path.parent.mkdir(parents=True, mode=0o755, exist_ok=True)
-    path.parent.parent.chmod(0o755)
+    if path.parent.parent.stat().st_uid == os.geteuid():
+        path.parent.parent.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         path.chmod(0o600)

@@ -160,8 +160,11 @@ def _files_of_nobody(evidence: Evidence, paths: RankPaths) -> Iterator[Finding]:
     try:
         if _answers(paths):
             return
-    except NoPermissionError:
-        yield unseen(evidence, "leftovers", paths.socket, os.W_OK)
+    except NoPermissionError as error:
+        if who_may(paths.socket, os.W_OK):
+            yield unseen(evidence, "leftovers", paths.socket, os.W_OK)
+        else:  # it is another user's
+            yield warn("leftovers", error.message, error.hint or look_again(evidence))
         return
     if evidence.silence:
         yield warn(

@@ -149,7 +149,10 @@ def _folder_problems(evidence: Evidence, folders: list[Path]) -> Iterator[Findin
             yield fail(
                 "sockets",
                 f"{path} belongs to uid {status.st_uid}, who could serve weights of his own",
-                f"wcache down; rm -r {path}",
+                # In a run folder of his own there may be live ranks of his.
+                "set WCACHE_RUN_DIR to a folder of yours"
+                if path == evidence.instance.run
+                else f"wcache down; rm -r {path}",
             )
         elif mode & (stat.S_IWGRP | stat.S_IWOTH):
             yield fail(
