@@ -37,9 +37,11 @@ def who_may(path: Path, access: int) -> str:
     except OSError:
         return ""
     mode = stat.S_IMODE(status.st_mode)
-    if mode & bits == bits or status.st_uid == os.geteuid():
+    own = status.st_uid == os.geteuid()
+    owner_may = mode >> 6 & bits == bits
+    if mode & bits == bits or (own and owner_may):
         return ""  # it is something else than who we are
-    who = _user(status.st_uid)
+    who = _user(status.st_uid) if owner_may else "root"
     if status.st_gid and mode >> 3 & bits == bits:
         who += f" and the group {_group(status.st_gid)}"
     return f"{barrier} (mode {mode:o}) is open to {who} alone"

@@ -24,7 +24,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typing", "wcache.cli", "typer", "wcache.commands.status"])
+@pytest.mark.parametrize("module", ["wcache.cli", "typer", "wcache.commands.status"])
 def test_an_import_that_is_interrupted_is_no_traceback(module: str, places: Places) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, module, "status"],

@@ -15,6 +15,7 @@ from wcache.cli import run
 pytestmark = pytest.mark.cli
 Refused = Callable[..., Done]
 TIMEOUT_S = 60
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of another user")
 
 
 @pytest.fixture
@@ -95,7 +96,9 @@ def test_a_model_that_may_not_be_read_is_said(
     assert f"hint: {barrier} (mode 0) is open to " in done.stderr
 
 
-@pytest.mark.parametrize("closed", ["run", "run/supervisor", "etc"])
+@pytest.mark.parametrize(
+    "closed", ["run", pytest.param("run/supervisor", marks=as_root), "etc"]
+)  # whoever owns the supervisor's folder opens it
 def test_a_supervisor_that_may_not_begin_says_so(
     closed: str, refused: Refused, places: Places
 ) -> None:
@@ -115,7 +118,7 @@ def test_a_supervisor_that_may_not_begin_says_so(
     assert f"hint: {barrier} (mode 0) is open to " in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+@as_root
 @pytest.mark.parametrize("command", ["up", "down", "restart", "supervise"])
 def test_nothing_is_written_to_the_run_folder_of_somebody_else(
     command: str, places: Places

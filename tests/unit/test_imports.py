@@ -42,3 +42,12 @@ def test_the_daemon_never_imports_commands() -> None:
 
 def test_the_package_itself_imports_nothing_heavy() -> None:
     assert imported_by("import wcache") & (HEAVY | SCREEN) == set()
+
+
+def test_little_is_imported_before_an_interrupt_is_heard() -> None:
+    code = (
+        "import sys\nbefore = set(sys.modules)\nimport wcache.__main__\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"gc", "wcache", "wcache.__main__"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import Places
 from tests.users import NOBODY, without_privileges
 from wcache.permissions import as_root, who_may
 
@@ -16,11 +17,10 @@ as_user_of_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to o
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """In folders that everybody may enter, of which pytest makes none."""
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
-    made = tmp_path / "folder" / "file"
+def file(places: Places) -> Path:
+    """In folders that everybody may enter."""
+    places.root.chmod(0o755)
+    made = places.root / "folder" / "file"
     made.parent.mkdir()
     made.touch()
     return made
@@ -43,6 +43,12 @@ def test_the_first_barrier_is_named_whatever_lies_behind_it(file: Path) -> None:
     file.parent.chmod(0o700)
     with without_privileges():
         assert who_may(file, os.R_OK) == f"{file.parent} (mode 700) is open to root alone"
+
+
+def test_what_is_closed_to_its_owner_too_is_open_to_root(file: Path) -> None:
+    file.chmod(0)
+    with without_privileges():
+        assert who_may(file, os.R_OK) == f"{file} (mode 0) is open to root alone"
 
 
 @as_user_of_root
