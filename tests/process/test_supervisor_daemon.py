@@ -1,7 +1,9 @@
 """Real daemons under the real supervisor: the weights outlive either of them."""
 
 import os
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +109,45 @@ def test_weights_outlive_the_daemon_and_then_the_supervisor(
     commands.restart([0])
     wait_active(commands, places, not_pid=third)
     assert held(places) == weights
+
+
+def test_a_run_folder_that_is_removed_is_made_again_and_nothing_is_lost(
+    places: Places, commands: DirectSupervisor
+) -> None:
+    before = begin(places, commands)
+    unit = commands.show([0])[0]
+    with Control.connect(places.rank(), "client") as engine:
+        engine.request(Attach(), Attached)
+        shutil.rmtree(places.root / "run")
+        wait_for(lambda: serves(places, unit.main_pid), "the daemon listens again")
+        wait_for(lambda: commands.show([0])[0].state == "active", "the supervisor listens again")
+        rank = places.rank()
+        for file in (rank.ready_file, rank.fingerprint_file, rank.served_file):
+            wait_for(file.exists, f"{file.name} is there again")
+        said = report(places)
+        assert said is not None
+        assert len(said.leases) == 1, "the engine's connection has ended"
+    # A restart has the weights from the supervisor, so that has heard the daemon and its orders.
+    commands.restart([0])
+    wait_for(
+        lambda: commands.show([0])[0].main_pid not in (0, unit.main_pid), "another daemon is up"
+    )
+    wait_for(lambda: serves(places, commands.show([0])[0].main_pid), "the weights are served")
+    assert held(places) == before
+    commands.stop([0])
+    assert report(places) is None
+
+
+def test_a_ready_file_that_is_removed_alone_is_written_again(
+    places: Places, commands: DirectSupervisor
+) -> None:
+    begin(places, commands)
+    ready = places.rank().ready_file
+    wait_for(ready.exists, "the rank is ready")
+    # The daemon must have seen it, or it would not miss it.
+    time.sleep(2.5)
+    ready.unlink()
+    wait_for(ready.exists, "it is there again")
 
 
 def test_a_stop_frees_the_weights(places: Places, commands: DirectSupervisor) -> None:

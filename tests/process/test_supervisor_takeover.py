@@ -136,11 +136,12 @@ def test_a_daemon_that_does_not_answer_is_kept_as_it_is(supervised: Supervised) 
 
 
 def test_a_second_supervisor_refuses(supervised: Supervised) -> None:
-    supervised.launch("--empty")
+    first = supervised.launch("--empty")
     second = subprocess.run(
         [*LAUNCH, "--empty"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert second.returncode == TryAgainError.exit_code
-    assert "another supervisor keeps the default instance" in second.stderr
+    words = f"another supervisor (pid {first.pid}) keeps the default instance"
+    assert words in second.stderr
     assert "Traceback" not in second.stderr
     supervised.up()

@@ -17,7 +17,7 @@ from wcache.daemon.server import Server
 from wcache.errors import ExitCode, WcacheError
 from wcache.log import setup_logging
 from wcache.notify import Notifier
-from wcache.paths import InstancePaths, RankId
+from wcache.paths import InstancePaths, RankId, RankPaths
 
 log = logging.getLogger("wcache.daemon")
 
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
         rank.begin()
         # What start left behind is garbage once; the loop makes none that needs a collector.
         gc.collect()
-        _serve(server, rank, notifier, signals)
+        _serve(server, rank, paths, notifier, signals)
     finally:
         notifier.say("STOPPING=1")
         rank.record()  # before the leases end with their connections
@@ -72,10 +72,13 @@ def main(arguments: list[str]) -> int:
     return ExitCode.CONFIGURATION if rank.failed else ExitCode.DONE
 
 
-def _serve(server: Server, rank: Rank, notifier: Notifier, signals: Signals) -> None:
+def _serve(
+    server: Server, rank: Rank, paths: RankPaths, notifier: Notifier, signals: Signals
+) -> None:
     """One loop: serve, ping the watchdog, free what is drained, say how it goes."""
     step_s = min(STEP_S, notifier.watchdog_s / 4) if notifier.watchdog_s else STEP_S
     housekeeping = 0.0
+    is_ready = False
     while not signals.stop and not rank.failed:
         server.step(step_s)
         now = time.monotonic()
@@ -85,6 +88,10 @@ def _serve(server: Server, rank: Rank, notifier: Notifier, signals: Signals) -> 
         if now - housekeeping >= step_s:
             housekeeping = now
             notifier.mention("WATCHDOG=1")
+            # A cleaner of /tmp may have taken either of them.
+            was_ready, is_ready = is_ready, paths.ready_file.exists()
+            if server.restore() or (was_ready and not is_ready):
+                rank.announce()
             rank.refresh_configuration()
             server.apply_access(rank.access)
             rank.extend_start(EXTENSION_S)

@@ -101,7 +101,7 @@ class Rank:
         self._holdings.keep_config()
         self.say_status()
         if self._holdings:
-            self._announce()
+            self.announce()
         else:
             ready.withdraw(self._paths)
             if self.awaits_engine:
@@ -286,7 +286,7 @@ class Rank:
         self._said = ""
         self.say_status()
         if self._holdings:
-            self._announce()
+            self.announce()
         elif self.awaits_engine:
             self._notifier.say("READY=1")
         return Stored(count=count)
@@ -401,7 +401,7 @@ class Rank:
         served = self._holdings.served
         if served is not None:
             if served.number != self._announced:
-                self._announce()
+                self.announce()
         elif self.state is RankState.READY:
             self._step(RankEvent.VACATED)
             ready.withdraw(self._paths)
@@ -436,7 +436,7 @@ class Rank:
         abandoned = stays and self.state is RankState.LOADING
         self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """``.ready`` and READY=1, in that order: after the store has confirmed."""
         held = self._holdings.served
         if held is None:

@@ -99,7 +99,7 @@ class Reclaim:
             fingerprint=serving.fingerprint,
             leases=some_of(pids),
         )
-        if now == last and not self._unwritable:
+        if now == last and not self._unwritable and self._file.exists():
             return
         self._served = now
         try:

@@ -16,6 +16,7 @@ from wcache.daemon.refusals import Refusals
 from wcache.errors import ProtocolError, TryAgainError
 from wcache.paths import RankPaths, check_socket_path
 from wcache.protocol import REQUESTS, Refused, decode_body
+from wcache.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +40,36 @@ class Server:
         self._refusals = Refusals()
         self._selector = selectors.DefaultSelector()
         self._access: AccessSection | None = None
-        self._listener = _listen(paths.socket, rank.access)
+        self._lost = ""
+        """Why the socket's file could not be made again."""
+        self._listener, self._file = _listen(paths.socket, rank.access)
         self.apply_access(rank.access)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def wake_by(self, fd: int) -> None:
         """Has :meth:`step` return when ``fd`` becomes readable: the signals' pipe."""
         self._selector.register(fd, selectors.EVENT_READ)
+
+    def restore(self) -> bool:
+        """Listens on the socket's path again if its file was removed; True when it was.
+
+        Whoever is connected stays so. That it can not be done is logged, and tried again.
+        """
+        if self._file.is_there:
+            return False
+        try:
+            listener, file = _listen(self._paths.socket, self._rank.access)
+        except (OSError, TryAgainError) as error:
+            if str(error) != self._lost:
+                log.error("the socket was removed and can not be made again: %s", error)
+            self._lost = str(error)
+            return False
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener, self._file, self._lost = listener, file, ""
+        self._selector.register(listener, selectors.EVENT_READ)
+        log.warning("%s was removed, it is made again", self._paths.socket)
+        return True
 
     def apply_access(self, access: AccessSection) -> None:
         """Sets the socket's group and mode; who connects is checked again by credentials."""
@@ -74,9 +98,9 @@ class Server:
             self._selector.unregister(peer)
             peer.close()
         self._connections.clear()
+        self._file.remove()
         self._listener.close()
         self._selector.close()
-        self._paths.socket.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         try:
@@ -158,7 +182,7 @@ def _permit(path: Path, access: AccessSection) -> None:
         log.error("permissions of %s can not be set: %s", path, error)
 
 
-def _listen(path: Path, access: AccessSection) -> socket.socket:
+def _listen(path: Path, access: AccessSection) -> tuple[socket.socket, SocketFile]:
     """Binds ``path``, in place of what a daemon that was killed has left there.
 
     Raises :class:`TryAgainError` when somebody answers on it.
@@ -187,4 +211,4 @@ def _listen(path: Path, access: AccessSection) -> socket.socket:
     listener.listen(BACKLOG)
     made.rename(path)
     listener.setblocking(False)
-    return listener
+    return listener, SocketFile(path)

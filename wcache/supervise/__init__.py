@@ -3,6 +3,7 @@
 Either is imported where it is used alone: a status has better things to do than to import both.
 """
 
+import errno
 import socket
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def _is_orphan(path: Path) -> bool:
     from wcache.supervise.systemd.manager import DAEMON
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
             pid = peer_credentials(probe).pid
@@ -74,5 +76,11 @@ def _is_orphan(path: Path) -> bool:
 
 
 def _direct_runs(instance: str) -> bool:
+    from wcache.supervise.direct.name import keeper
+
+    paths = InstancePaths.of(instance)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(InstancePaths.of(instance).supervisor_socket)) == 0
+        # One that is stopped takes no more connections some day: then this does not wait for it.
+        probe.setblocking(False)
+        answer = probe.connect_ex(str(paths.supervisor_socket))
+    return answer in (0, errno.EAGAIN) or keeper(paths) is not None

@@ -5,12 +5,13 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from wcache.control import Channel, connect_socket, receive_reply
-from wcache.errors import NoSuchRankError, WcacheError
+from wcache.control import Channel, SilentDaemonError, connect_socket, receive_reply
+from wcache.errors import NoSuchRankError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths
 from wcache.protocol import Message
 from wcache.supervise.direct.messages import (
@@ -25,8 +26,10 @@ from wcache.supervise.direct.messages import (
     Start,
     Stop,
 )
+from wcache.supervise.direct.name import is_stopped, keeper
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 from wcache.supervise.interface import UnitReport
+from wcache.wire import peer_credentials
 
 R = TypeVar("R", bound=Message)
 
@@ -34,7 +37,10 @@ LAUNCH = (sys.executable, "-P", "-m", "wcache.supervise")
 LAUNCH_TIMEOUT_S = 30.0
 # A stop waits for SIGTERM, SIGKILL and the end of them; a restart for a takeover before that.
 REPLY_TIMEOUT_S = 90.0
+# A supervisor that is not stuck answers at once what takes no time.
+ANSWER_TIMEOUT_S = 4.0
 _ATTEMPTS = 3
+_PAUSE_S = 0.1
 _MAX_TAIL_BYTES = 4096
 
 
@@ -106,23 +112,65 @@ class DirectSupervisor:
 
     def _ask(self, request: Request, kind: type[R]) -> R:
         """Raises :class:`NoSuchRankError` when there is no supervisor."""
-        path = self._paths.supervisor_socket
+        channel, pid = self._connect()
+        waited_s = ANSWER_TIMEOUT_S
         try:
-            channel = Channel(connect_socket(path, "the supervisor", REPLY_TIMEOUT_S))
-        except OSError as error:
-            raise WcacheError(f"supervisor can not be reached: {path}: {error}") from None
-        try:
+            if not isinstance(request, Show):
+                # What takes its time is waited for only if there is somebody at work on it.
+                channel.send(Show())
+                receive_reply(channel, Reports, REPLIES)
+                waited_s = REPLY_TIMEOUT_S
+                channel.settimeout(waited_s)
             channel.send(request)
             return receive_reply(channel, kind, REPLIES)
         except ConnectionError as error:
             raise NoSuchRankError(f"the supervisor has ended: {error}") from None
         except TimeoutError:
-            raise WcacheError(
-                f"the supervisor does not answer within {REPLY_TIMEOUT_S:g} s",
-                hint=f"see {self._paths.supervisor_log}",
-            ) from None
+            raise self._silent(pid, f"does not answer within {waited_s:g} s") from None
         finally:
             channel.close()
+
+    def _connect(self) -> tuple[Channel, int]:
+        """A connection, and the supervisor's pid; raises as :meth:`_ask`.
+
+        A supervisor whose run folder was removed makes its socket again, which is waited for: a
+        second one would be another supervisor of the same ranks.
+        """
+        path = self._paths.supervisor_socket
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            try:
+                connection = connect_socket(path, "the supervisor", ANSWER_TIMEOUT_S)
+                return Channel(connection), peer_credentials(connection).pid
+            except SilentDaemonError:
+                pid = keeper(self._paths) or 0
+                raise self._silent(pid, f"does not answer within {ANSWER_TIMEOUT_S:g} s") from None
+            except NoSuchRankError:
+                keeping = keeper(self._paths)
+                if keeping is None:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise self._silent(keeping, f"does not listen on {path}") from None
+            except OSError as error:
+                raise WcacheError(f"supervisor can not be reached: {path}: {error}") from None
+            time.sleep(_PAUSE_S)
+
+    def _silent(self, pid: int, how: str) -> TryAgainError:
+        """What is said of a supervisor that runs and does not do its part."""
+        if not pid:
+            return TryAgainError(f"the supervisor {how}", hint=f"see {self._paths.supervisor_log}")
+        ends = (
+            f"kill -9 {pid} ends it and leaves daemons and weights as they are: the next wcache up"
+            " takes them over"
+        )
+        if is_stopped(pid):
+            return TryAgainError(
+                f"the supervisor (pid {pid}) is stopped and {how}",
+                hint=f"kill -CONT {pid} has it go on; {ends}",
+            )
+        return TryAgainError(
+            f"the supervisor (pid {pid}) {how}", hint=f"see {self._paths.supervisor_log}; {ends}"
+        )
 
     def _launch(self) -> None:
         """Starts a supervisor in the background and waits until it takes commands.

@@ -1,16 +1,11 @@
-"""What a supervisor needs of its process and of the file system before it begins."""
+"""What a supervisor needs of its process before it begins."""
 
 import contextlib
-import fcntl
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from types import FrameType
-
-from wcache.errors import TryAgainError
-from wcache.permissions import check_folder
 
 
 class Signals:
@@ -67,35 +62,3 @@ def seal_descriptors() -> None:
         if int(entry.name) > 2:
             with contextlib.suppress(OSError):  # the listing's own, closed by now
                 os.set_inheritable(int(entry.name), False)
-
-
-def make_private_folder(folder: Path) -> None:
-    """Raises :class:`NoPermissionError`, with nothing made, when somebody else could put files
-    there."""
-    check_folder(folder.parent.resolve())
-    check_folder(folder)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # It may have been made in between by somebody who was faster.
-    check_folder(folder)
-    folder.chmod(0o700)
-
-
-def lock_folder(folder: Path, instance: str, wait_s: float) -> int:
-    """The lock that makes a supervisor the only one; held until the process ends.
-
-    Raises :class:`TryAgainError` when another still has it after ``wait_s``.
-    """
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(lock)
-                whose = f"instance {instance}" if instance else "the default instance"
-                raise TryAgainError(
-                    f"another supervisor keeps {whose}", hint="wcache status shows its ranks"
-                ) from None
-        time.sleep(0.05)

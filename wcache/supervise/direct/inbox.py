@@ -36,6 +36,15 @@ class Inbox:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def is_reachable(self) -> bool:
+        """False when the socket's file was removed."""
+        return self._socket.is_reachable
+
+    def restore(self) -> None:
+        """Makes the socket again, by another descriptor. Raises ``OSError``."""
+        self._socket.restore()
+
     def messages(self, main_pid: int) -> Iterator[NotifyMessage]:
         """Yields what the process ``main_pid`` has said, its descriptors being stored already.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wcache.paths import check_socket_path
+from wcache.socket_file import SocketFile
 from wcache.supervise.direct.notify_message import MAX_MESSAGE_BYTES
 from wcache.wire import close_all
 
@@ -33,15 +34,18 @@ class NotifySocket:
 
     def __init__(self, path: Path) -> None:
         self.path = check_socket_path(path)
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        try:
-            # Before the first message can come in, or that one would be without credentials.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._socket.bind(str(path))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket, self._file = _bind(path)
+
+    @property
+    def is_reachable(self) -> bool:
+        """False when its file was removed."""
+        return self._file.is_there
+
+    def restore(self) -> None:
+        """Binds the path again; what was not received yet is lost. Raises ``OSError``."""
+        made, file = _bind(self.path)
+        self._end()
+        self._socket, self._file = made, file
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -72,7 +76,23 @@ class NotifySocket:
         return datagram
 
     def close(self) -> None:
+        self._file.remove()
+        self._end()
+
+    def _end(self) -> None:
         while datagram := self.receive():
             close_all(datagram.fds)
         self._socket.close()
-        self.path.unlink(missing_ok=True)
+
+
+def _bind(path: Path) -> tuple[socket.socket, SocketFile]:
+    path.unlink(missing_ok=True)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        # Before the first message can come in, or that one would be without credentials.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        made.bind(str(path))
+        return made, SocketFile(path)
+    except OSError:
+        made.close()
+        raise

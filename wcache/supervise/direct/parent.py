@@ -22,10 +22,9 @@ from wcache.log import setup_logging
 from wcache.paths import InstancePaths
 from wcache.permissions import who_may
 from wcache.protocol import MAX_TEXT, RefusalReason, Refused
+from wcache.supervise.direct.claim import Claim
 from wcache.supervise.direct.ground import (
     Signals,
-    lock_folder,
-    make_private_folder,
     raise_descriptor_limit,
     reap_orphans,
     seal_descriptors,
@@ -51,7 +50,6 @@ from wcache.supervise.direct.unit import Unit
 
 log = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 60.0
 _REASONS: tuple[tuple[type[WcacheError], RefusalReason], ...] = (
     (TryAgainError, "busy"),
     (NotReadyError, "not_ready"),
@@ -73,6 +71,7 @@ class Parent:
     def __init__(
         self,
         paths: InstancePaths,
+        claim: Claim,
         signals: Signals,
         *,
         timing: Timing,
@@ -81,6 +80,7 @@ class Parent:
         ends_when_idle: bool,
     ) -> None:
         self._paths = paths
+        self._claim = claim
         self._signals = signals
         self._timing = timing
         self._commands = commands
@@ -91,8 +91,15 @@ class Parent:
         self._waiting: list[Waiting] = []
         self._recorded: set[int] = set()
         self._ending = False
+        self._is_displaced = False
+        """Another supervisor has the instance: what this one keeps is left to it."""
+        self._lost = ""
+        """Why files that were removed could not be made again."""
+        self._look_at = time.monotonic() + timing.look_s
         self._idle_since = time.monotonic()
         self._loop.watch(signals.wakeup, signals.drain)
+        if claim.fileno() >= 0:
+            self._loop.watch(claim.fileno(), claim.hang_up)
         self._server = ControlServer(self._loop, paths.supervisor_socket, self._handle)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -113,6 +120,9 @@ class Parent:
             for unit in list(self._units.values()):
                 if unit.deadline <= now:
                     unit.tick(now)
+            if now >= self._look_at:
+                self._look_at = now + self._timing.look_s
+                self._look_for_files()
             if self._signals.stop:
                 self._signals.stop = False
                 self._stop_everything("signal")
@@ -120,7 +130,8 @@ class Parent:
                 reap_orphans({pid for unit in self._units.values() for pid in unit.pids})
             self._answer_waiting()
             self._keep_record()
-        self._keep_record()
+        if not self._is_displaced:
+            self._keep_record()
 
     def close(self) -> None:
         self._server.close()
@@ -138,9 +149,36 @@ class Parent:
         deadline = min((unit.deadline for unit in self._units.values()), default=math.inf)
         if self._is_idle():
             deadline = min(deadline, self._idle_since + self._timing.idle_s)
-        return min(max(0.0, deadline - now), _LONGEST_WAIT_S)
+        return max(0.0, min(deadline, self._look_at) - now)
+
+    def _look_for_files(self) -> None:
+        """Makes again what somebody has removed of the run folder, a cleaner of /tmp perhaps.
+
+        Without its files a supervisor hears neither commands nor daemons, and would take these for
+        hung ones.
+        """
+        try:
+            again = self._claim.renew()
+            again |= self._server.restore()
+            for unit in self._units.values():
+                again |= unit.restore()
+        except TryAgainError as error:
+            log.error("%s: the daemons are left to it", error.message)
+            self._is_displaced = True
+            return
+        except (WcacheError, OSError) as error:
+            if str(error) != self._lost:
+                log.error("files were removed and can not be made again: %s", error)
+            self._lost = str(error)
+            return
+        if again:
+            log.warning("files in %s were removed, they are made again", self._paths.run)
+            self._recorded = set()
+        self._lost = ""
 
     def _is_done(self) -> bool:
+        if self._is_displaced:
+            return True
         if self._ending:
             return not self._waiting and all(unit.is_gone for unit in self._units.values())
         if not self._is_idle():
@@ -322,10 +360,10 @@ def run(
     setup_logging("supervise", instance or "default")
     seal_descriptors()
     try:
-        make_private_folder(paths.supervisor_folder)
-        lock = lock_folder(paths.supervisor_folder, instance, timing.lock_wait_s)
+        claim = Claim(paths, timing.lock_wait_s)
         parent = Parent(
             paths,
+            claim,
             Signals(),
             timing=timing,
             commands=commands or Commands(),
@@ -352,7 +390,7 @@ def run(
         parent.run()
     finally:
         parent.close()
-        os.close(lock)
+        claim.close()
     return ExitCode.DONE
 
 

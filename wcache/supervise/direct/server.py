@@ -11,6 +11,7 @@ import msgspec
 from wcache.errors import ProtocolError
 from wcache.paths import check_socket_path
 from wcache.protocol import FrameReader, Refused, decode_body, encode_frame
+from wcache.socket_file import SocketFile
 from wcache.supervise.direct.loop import Loop
 from wcache.supervise.direct.messages import REQUESTS, Request
 from wcache.wire import close_all, peer_credentials, receive, send
@@ -102,17 +103,22 @@ class ControlServer:
         self._loop = loop
         self._path = check_socket_path(path)
         self._peers: set[Peer] = set()
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        # Nobody can connect before the mode is set: the file appears with no permissions at all.
-        before = os.umask(0o777)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(before)
-        path.chmod(0o600)
-        self._listener.listen(_BACKLOG)
+        self._listener, self._file = _listen(path)
         loop.watch(self._listener.fileno(), self.accept)
+
+    def restore(self) -> bool:
+        """Listens on the path again if its file was removed; True when it was. Raises ``OSError``.
+
+        Whoever is connected stays so.
+        """
+        if self._file.is_there:
+            return False
+        listener, file = _listen(self._path)
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._listener, self._file = listener, file
+        self._loop.watch(listener.fileno(), self.accept)
+        return True
 
     @property
     def connections(self) -> int:
@@ -146,5 +152,23 @@ class ControlServer:
         for peer in list(self._peers):
             self.end(peer)
         self._loop.unwatch(self._listener.fileno())
+        self._file.remove()
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> tuple[socket.socket, SocketFile]:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        # Nobody can connect before the mode is set: the file appears with no permissions at all.
+        before = os.umask(0o777)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+        return listener, SocketFile(path)
+    except OSError:
+        listener.close()
+        raise

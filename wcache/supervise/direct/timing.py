@@ -25,6 +25,8 @@ class Timing:
     """For a daemon that is found running to hand its descriptors over again."""
     loader_grace_s: float = 2.0
     """For a loader to end by itself after its daemon has ended for good."""
+    look_s: float = 1.0
+    """How often a supervisor looks whether its files are still there."""
     lock_wait_s: float = 2.0
     """For another supervisor of the instance that is about to end."""
     idle_s: float = 5.0

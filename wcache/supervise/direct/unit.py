@@ -162,6 +162,18 @@ class Unit:
             self._terminate("stopping")
         self._stop_asked = True
 
+    def restore(self) -> bool:
+        """Makes the notify socket again if it was removed; True when it was. Raises ``OSError``."""
+        if self._inbox.is_reachable:
+            return False
+        self._hear()
+        self._loop.unwatch(self._inbox.fileno())
+        try:
+            self._inbox.restore()
+        finally:
+            self._loop.watch(self._inbox.fileno(), self._hear)
+        return True
+
     def close(self) -> None:
         """Ends the rank's part of the supervisor; its processes are left alone."""
         self._cancel_takeover()
