@@ -140,3 +140,20 @@ def test_a_stopped_supervisor_is_named_and_not_waited_for_long(
     # Nobody has come to an agreement with the supervisor behind the caller's back.
     parent.send_signal(signal.SIGCONT)
     assert supervised.show(1).state == "inactive"
+
+
+def test_time_that_the_supervisor_did_not_run_is_not_held_against_daemons(
+    supervised: Supervised,
+) -> None:
+    supervised.timing(watchdog_s=1.5)
+    parent = supervised.launch("--empty")
+    pid = supervised.up().main_pid
+    halt(parent)
+    time.sleep(3)
+    parent.send_signal(signal.SIGCONT)
+    wait_for(lambda: "this supervisor did not run for" in supervised.log(), "it notices")
+    unit = supervised.show()
+    assert (unit.state, unit.main_pid, unit.restarts) == ("active", pid, 0)
+    # One that hangs is still found.
+    os.kill(pid, signal.SIGSTOP)
+    supervised.wait_active(starts=2)

@@ -88,6 +88,11 @@ class LoaderSlot:
         if self._process and not self._asked_to_end:
             self._terminate_at = time.monotonic() + self._timing.loader_grace_s
 
+    def postpone(self, seconds: float) -> None:
+        """Moves everything that is due: for so long nobody looked."""
+        self._terminate_at += seconds
+        self._kill_at += seconds
+
     def tick(self, now: float) -> None:
         if not self._process:
             return

@@ -50,6 +50,9 @@ from wcache.supervise.direct.unit import Unit
 
 log = logging.getLogger(__name__)
 
+# A turn of the loop that took so much longer than it was to wait was not the daemons' fault: the
+# supervisor was stopped, or the machine gave it no time, and gave them none perhaps.
+_LATE_S = 1.0
 _REASONS: tuple[tuple[type[WcacheError], RefusalReason], ...] = (
     (TryAgainError, "busy"),
     (NotReadyError, "not_ready"),
@@ -114,9 +117,18 @@ class Parent:
 
     def run(self) -> None:
         """Serves until a signal, a command or idleness ends it."""
+        before = time.monotonic()
         while not self._is_done():
-            self._loop.step(self._timeout())
+            timeout_s = self._timeout()
+            self._loop.step(timeout_s)
             now = time.monotonic()
+            late_s = now - before - timeout_s
+            before = now
+            if late_s > _LATE_S:
+                log.warning("this supervisor did not run for %.1f s: every rank gets as long",
+                            late_s)  # fmt: skip
+                for unit in self._units.values():
+                    unit.postpone(late_s)
             for unit in list(self._units.values()):
                 if unit.deadline <= now:
                     unit.tick(now)

@@ -180,6 +180,15 @@ class Unit:
         self._loop.unwatch(self._inbox.fileno())
         self._inbox.close()
 
+    def postpone(self, seconds: float) -> None:
+        """Moves everything that is due: for so long the supervisor itself did not run."""
+        self._start_by += seconds
+        self._ping_by += seconds
+        self._kill_at += seconds
+        self._loader.postpone(seconds)
+        if self._takeover:
+            self._takeover.deadline += seconds
+
     def tick(self, now: float) -> None:
         if now >= self._kill_at and self._main:
             self._kill_at = math.inf
