@@ -63,6 +63,12 @@ class RankView:
         at_work = self.unit is not None and self.unit.state in running
         return self.report is not None or bool(self.silence) or at_work
 
+    @property
+    def lost_supervisor(self) -> bool:
+        """True when the daemon has outlived who kept it: nobody has it started again."""
+        inactive = self.unit is not None and self.unit.state == "inactive"
+        return self.report is not None and inactive
+
     def differences(self, config: Config) -> tuple[Difference, ...]:
         """In what the served weights are not those of ``config``; nothing when none are served."""
         serving = self.serving

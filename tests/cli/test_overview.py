@@ -1,12 +1,17 @@
 """What ``status`` makes of what it is told: states, problems, exit codes."""
 
+from collections.abc import Iterable
+from typing import cast
+
 import msgspec
 import pytest
 
 from tests.cli.views import absent, config, report, serving, unit, with_generation
+from tests.places import Places
 from wcache.commands.overview import (
     InstanceStatus,
     LeaseStatus,
+    collect,
     generation_rows,
     problem_lines,
     rank_status,
@@ -14,9 +19,10 @@ from wcache.commands.overview import (
 )
 from wcache.commands.restart import _check as check_restart
 from wcache.config import Config
-from wcache.errors import ExitCode, WcacheError
+from wcache.errors import ExitCode, TryAgainError, WcacheError
 from wcache.ranks import RankView
 from wcache.state import RankState
+from wcache.supervise.interface import Supervisor, UnitReport
 
 pytestmark = pytest.mark.cli
 
@@ -69,6 +75,25 @@ def test_a_configuration_that_can_not_be_read_hides_nothing_that_runs() -> None:
     assert found.exit_code == ExitCode.CONFIGURATION
     assert found.ranks[0].ready
     assert problem_lines(found) == ["x.toml: is not TOML"]
+
+
+class SilentSupervisor:
+    """Is there, and answers nobody."""
+
+    kind = "direct"
+
+    def show(self, _ranks: Iterable[int]) -> dict[int, UnitReport]:
+        raise TryAgainError("the supervisor (pid 7) is stopped", hint="kill -CONT 7")
+
+
+def test_a_supervisor_that_does_not_answer_is_asked_again_later(places: Places) -> None:
+    told = collect(places.instance(), [0], cast(Supervisor, SilentSupervisor()))
+    assert told.supervisor is None
+    assert "the supervisor can not be asked: the supervisor (pid 7) is stopped: kill -CONT 7" in (
+        problem_lines(told)
+    )
+    ready = msgspec.structs.replace(status(serving(0, of=A)), supervisor=None)
+    assert ready.exit_code == ExitCode.TRY_AGAIN
 
 
 def test_what_the_daemon_says_of_the_configuration_is_said_once() -> None:

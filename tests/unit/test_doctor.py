@@ -1,13 +1,14 @@
 """Each check of doctor finds its fault, says how to mend it, and is content without it."""
 
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -35,6 +36,7 @@ from wcache.doctor import (
     service,
 )
 from wcache.doctor import gpu as gpu_checks
+from wcache.errors import NoPermissionError, TryAgainError, WcacheError
 from wcache.fingerprint import Fingerprint
 from wcache.install import Target, install, plan
 from wcache.protocol import Report
@@ -42,7 +44,7 @@ from wcache.ranks import RankView
 from wcache.reports import GenerationReport
 from wcache.state import RankState
 from wcache.supervise.direct.client import DirectSupervisor
-from wcache.supervise.interface import UnitReport
+from wcache.supervise.interface import Supervisor, UnitReport
 
 pytestmark = pytest.mark.unit
 
@@ -345,6 +347,51 @@ def test_descriptors_that_the_supervisor_does_not_keep_are_a_fault(evidence: Mak
     assert finding.mend.startswith("wcache restart")
     small = evidence(views=up(told=told, stored_fds=1, max_fds=1), supervisor="systemd")
     assert "FileDescriptorStoreMax=3" in only(ranks.check_descriptors, small).mend
+
+
+def test_a_daemon_that_has_outlived_its_supervisor_is_a_fault(evidence: Make) -> None:
+    views = up(told=report(expected_fds=3), state="inactive", main_pid=0)
+    finding = only(ranks.check_descriptors, evidence(views=views))
+    assert (finding.check, finding.result) == ("supervisor", "fail")
+    assert "pid 4711" in finding.detail
+    assert finding.mend == "wcache up starts one that takes it over"
+    # Under systemd it is not the supervisor that has ended.
+    (finding,) = ranks.check_descriptors(evidence(views=views, supervisor="systemd"))
+    assert finding.check == "descriptors"
+
+
+class SilentSupervisor:
+    kind = "direct"
+
+    def __init__(self, error: WcacheError) -> None:
+        self._error = error
+
+    def show(self, _ranks: Iterable[int]) -> dict[int, UnitReport]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "uid", "mend"),
+    [
+        (TryAgainError("it is stopped", hint="kill -CONT 7"), 0, "kill -CONT 7"),
+        (TryAgainError("it is silent"), 0, "wcache logs --supervisor"),
+        (NoPermissionError("no"), 1000, r"sudo .* doctor"),
+        (NoPermissionError("no", hint="set WCACHE_RUN_DIR"), 0, "set WCACHE_RUN_DIR"),
+    ],
+)
+def test_a_supervisor_that_can_not_be_asked_is_a_fault_with_what_helps(
+    error: WcacheError, uid: int, mend: str, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    places.write_config(publish_config())
+    supervisor = cast(Supervisor, SilentSupervisor(error))
+    found = gather(places.instance(), supervisor, manager(places), NOW)
+    finding = only(ranks.check_ranks, found)
+    assert finding.result == "fail"
+    assert re.fullmatch(mend, finding.mend)
+    assert error.message in finding.detail
+    # Nobody knows what it keeps.
+    assert results(ranks.check_descriptors, found) == []
 
 
 def test_descriptors_of_a_rank_that_is_gone_are_leftovers(evidence: Make) -> None:

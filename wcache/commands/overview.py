@@ -118,7 +118,9 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
             return ExitCode.NOT_READY
         if any(rank.differences for rank in self.ranks):
             return ExitCode.MISMATCH
-        if any((rank.stored_fds or 0) < rank.expected_fds for rank in wanted if self.supervisor):
+        if self.supervisor is None:
+            return ExitCode.TRY_AGAIN
+        if any((rank.stored_fds or 0) < rank.expected_fds for rank in wanted):
             return ExitCode.FAILED
         return ExitCode.CONFIGURATION if self.problems else ExitCode.DONE
 
@@ -143,7 +145,8 @@ def collect(
         raise
     except WcacheError as error:
         kind = None
-        problems.append(f"the supervisor can not be asked: {error.message}")
+        hint = f": {error.hint}" if error.hint else ""
+        problems.append(f"the supervisor can not be asked: {error.message}{hint}")
         views = view(instance, ranks, None)
     rows = tuple(rank_status(one, config) for one in views.values())
     whole = bool(rows) and all(row.ready and not row.differences for row in rows if row.wanted)
@@ -253,7 +256,7 @@ def _problems(one: RankView, wanted: bool) -> Iterable[str]:
             if unit.loader_result
             else ("the loader failed")
         )
-    if one.missing_fds and unit is not None and unit.state == "inactive":
+    if one.missing_fds and one.lost_supervisor:
         yield (
             "no supervisor keeps its descriptors, the next crash would lose the weights:"
             " wcache up starts one that takes the rank over"

@@ -16,7 +16,8 @@ def status(
 
     Exits with 0 when every rank is ready with the weights that the configuration wants, 1 when
     they are but no supervisor keeps them over a crash, 3 when one is not ready, 4 when there is no
-    such rank, 5 when one serves other weights, 78 when the configuration can not be read.
+    such rank, 5 when one serves other weights, 75 when the supervisor does not answer, 78 when the
+    configuration can not be read.
     """
     from wcache.supervise import supervisor_for
 

@@ -76,6 +76,8 @@ class Evidence:
     """Ranks that wcache's own supervisor keeps and whose units systemd starts all the same."""
     silence: str = ""
     """Why ranks or supervisor could not be asked; empty when they could."""
+    silence_mend: str = ""
+    """What helps then, if the one who kept silent is at fault."""
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
     """The NVIDIA driver's version; empty without one."""
@@ -128,7 +130,7 @@ def gather(
         config = read_config(instance)
     except ConfigError as error:
         problems = error.problems or (error.message,)
-    silence = ""
+    silence = silence_mend = ""
     ranks = {*known_ranks(instance), *_recorded(instance)}
     try:
         if isinstance(supervisor, SystemdSupervisor):
@@ -136,7 +138,11 @@ def gather(
             ranks.update(supervisor.known_ranks())
         views = view(instance, sorted(ranks), supervisor)
     except WcacheError as error:
-        silence = f"{error.message}: {error.hint}" if _is_refusal(error) else error.message
+        if isinstance(error, NoPermissionError) and os.geteuid() != 0:
+            # Its hint says who may, and not what to do.
+            silence = f"{error.message}: {error.hint}" if error.hint else error.message
+        else:
+            silence, silence_mend = error.message, error.hint
         views = _daemons_alone(instance, sorted(ranks))
     # Ranks without a configuration are known by their folders alone.
     silence = silence or who_may(instance.run, os.X_OK)
@@ -156,6 +162,7 @@ def gather(
         views=views,
         rivals=_rivals(instance.instance, views) if supervisor.kind == "direct" else (),
         silence=silence,
+        silence_mend=silence_mend,
         gpus=gpus,
         driver=driver,
         driver_fault=driver_fault,
@@ -167,11 +174,6 @@ def _recorded(instance: InstancePaths) -> tuple[int, ...]:
     """Ranks that wcache's own supervisor has started; none where that is not for us to read."""
     record = instance.supervisor_folder / RECORD_NAME
     return () if who_may(record, os.R_OK) else load_ranks(record)
-
-
-def _is_refusal(error: WcacheError) -> bool:
-    """True when its hint says who may, and not what to do."""
-    return isinstance(error, NoPermissionError) and bool(error.hint)
 
 
 def _daemons_alone(instance: InstancePaths, ranks: list[int]) -> dict[int, RankView]:

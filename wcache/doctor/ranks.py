@@ -26,7 +26,8 @@ _MAX_READY_BYTES = 1 << 16
 def check_ranks(evidence: Evidence) -> Iterator[Finding]:
     """Daemons that do not answer, or are of another version than this command."""
     if evidence.silence:
-        yield fail("ranks", f"can not be asked: {evidence.silence}", look_again(evidence))
+        mend = evidence.silence_mend or look_again(evidence)
+        yield fail("ranks", f"can not be asked: {evidence.silence}", mend)
     found = [*_silent(evidence), *_rivals(evidence)]
     yield from found
     up = sum(one.report is not None for one in evidence.views.values())
@@ -41,7 +42,17 @@ def check_descriptors(evidence: Evidence) -> Iterator[Finding]:
     for rank, one in evidence.views.items():
         name = _name(evidence, rank)
         kept += one.unit.stored_fds if one.unit else 0
-        if one.missing_fds and one.report and one.unit:
+        if _is_orphan(evidence, one):
+            found.append(
+                fail(
+                    "supervisor",
+                    f"the one of rank {name} has ended, its daemon (pid"
+                    f" {one.report.pid if one.report else 0}) lives: a crash would lose the"
+                    " weights",
+                    "wcache up starts one that takes it over",
+                )
+            )
+        elif one.missing_fds and one.report and one.unit:
             found.append(
                 fail(
                     "descriptors",
@@ -216,6 +227,11 @@ def _wrong_ready(paths: RankPaths, one: RankView) -> Iterator[Finding]:
             f"{paths.ready_file} was written by pid {ready.pid}, the daemon is {one.report.pid}",
             f"wcache restart {paths.id}",
         )
+
+
+def _is_orphan(evidence: Evidence, one: RankView) -> bool:
+    """Under systemd it would be a daemon that somebody runs by hand."""
+    return evidence.supervisor == "direct" and one.lost_supervisor
 
 
 def _keeper(evidence: Evidence) -> str:
