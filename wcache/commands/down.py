@@ -7,7 +7,7 @@ import typer
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.errors import WcacheError
 from wcache.output import Output, counted
-from wcache.ranks import chosen, holders, rank_words, select, view
+from wcache.ranks import RankView, chosen, holders, rank_words, select, view
 from wcache.rollout.lock import DOWN, hold
 from wcache.units import size
 
@@ -44,10 +44,11 @@ def down(
                 hint="stop these engines first, or say --force: they keep their memory until"
                 " they end",
             )
-        unasked = [rank for rank, one in found.items() if one.silence]
+        unasked = {rank: why for rank, one in found.items() if (why := _silence(one))}
         if unasked and not force:
             raise WcacheError(
-                f"{rank_words(unasked)} can not be asked who uses it: {found[unasked[0]].silence}",
+                f"{rank_words(unasked)} can not be asked who uses it:"
+                f" {next(iter(unasked.values()))}",
                 hint="wcache logs says more; --force stops it nevertheless",
             )
         up = [rank for rank, one in found.items() if one.is_up]
@@ -66,3 +67,10 @@ def down(
         return
     out.say(f"{rank_words(up)} down, {size(held)} given up")
     out.warn("memory that engines have mapped is free only when they end: " + "; ".join(used))
+
+
+def _silence(one: RankView) -> str:
+    """Why a daemon that runs can not be asked; empty when it was, or does not run."""
+    if one.report is None and one.unit is not None and one.unit.state == "active":
+        return one.silence or "its daemon does not listen just now"
+    return one.silence

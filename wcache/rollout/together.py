@@ -34,6 +34,13 @@ def loaded(
     """
     now = view(paths, ranks, supervisor)
     for rank, one in now.items():
+        if one.missing_fds and one.lost_supervisor:
+            raise WcacheError(
+                f"the supervisor of rank {rank} has ended, nobody keeps its descriptors:"
+                " nothing was switched",
+                hint="wcache up starts one that takes the rank over, then wcache warm again goes"
+                " on; wcache logs says how it ended",
+            )
         if one.missing_fds and one.report is not None and one.unit is not None:
             raise WcacheError(
                 f"the supervisor keeps {one.unit.stored_fds} of {one.report.expected_fds}"
