@@ -22,6 +22,8 @@ class Notifier:
     def __init__(self, address: str | None, watchdog_s: float | None) -> None:
         self._address = "\0" + address[1:] if address and address[0] == "@" else address
         self._unheard = False
+        self._owes_ready = False
+        """READY=1 was said to nobody: the supervisor made its socket again at that moment."""
         self.watchdog_s = watchdog_s
         """The supervisor kills a daemon that is silent for so long; None: it does not."""
 
@@ -41,11 +43,17 @@ class Notifier:
 
     def say(self, *assignments: str) -> bool:
         """Sends assignments such as ``READY=1``; a supervisor that is gone is no failure."""
-        return self._send(assignments, ())
+        heard = self._send(assignments, ())
+        if "READY=1" in assignments:
+            self._owes_ready = not heard
+        return heard
 
     def mention(self, *assignments: str) -> bool:
         """Sends what will be said again anyway, and rather drops it than waits."""
-        return self._send(assignments, (), timeout_s=0)
+        heard = self._send(assignments, (), timeout_s=0)
+        if heard and self._owes_ready:
+            self.say("READY=1")
+        return heard
 
     def store(self, name: str, fd: int) -> bool:
         """Hands ``fd`` over; FDPOLL=0 because a memfd or a GPU handle can not be polled."""

@@ -157,7 +157,8 @@ class DirectSupervisor:
 
     def _silent(self, pid: int, how: str) -> TryAgainError:
         """What is said of a supervisor that runs and does not do its part."""
-        if not pid:
+        if pid <= 1:
+            # Not known, or process 1 of a container, which nothing in it can kill.
             return TryAgainError(f"the supervisor {how}", hint=f"see {self._paths.supervisor_log}")
         ends = (
             f"kill -9 {pid} ends it and leaves daemons and weights as they are: the next wcache up"
