@@ -56,7 +56,21 @@ def test_down_frees_no_rank_that_can_not_be_asked_who_uses_it(node: Node) -> Non
     assert done.code == 1
     assert "can not be asked who uses it: its daemon does not listen just now" in done.stderr
     wait_for(node.paths.rank(0).socket.exists, "it listens again")
+    assert node("status").code == 0
     done = node("down")
     assert done.code == 0
     assert "rank 0 down" in done.stderr
     assert " 0 B" not in done.stderr
+
+
+def test_a_forced_down_claims_no_figure_that_it_does_not_know(node: Node) -> None:
+    assert node.up().code == 0
+    pid = node.report().pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(pid), "the daemon is stopped")
+    node.paths.rank(0).socket.unlink()
+    # SIGKILL reaches one that is stopped.
+    done = node("down", "--force")
+    assert done.code == 0
+    assert "rank 0 down; rank 0 could not be asked what was held" in done.stderr
+    assert "freed" not in done.stderr

@@ -62,6 +62,10 @@ def down(
     if not up:
         out.say("nothing was up")
         return
+    mute = [rank for rank in up if found[rank].report is None]
+    if mute and not used:
+        out.say(f"{rank_words(up)} down; {rank_words(mute)} could not be asked what was held")
+        return
     if not used:
         out.say(f"{rank_words(up)} down, {size(held)} freed")
         return
