@@ -267,6 +267,7 @@ class Holdings:
         for held in self:
             self._safekeeping.keep_again(held)
         self._safekeeping.keep_roles_again()
+        self._safekeeping.keep_lost_config(self._configuration)
 
     def store_again(self) -> int:
         """Hands everything to a supervisor that came back; how many descriptors went."""

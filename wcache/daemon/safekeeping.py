@@ -1,6 +1,7 @@
 """Having the supervisor keep descriptors, and knowing whether it does."""
 
 import logging
+import math
 import time
 
 from wcache.daemon.configuration import STORED_NAME, Configuration
@@ -27,6 +28,8 @@ class Safekeeping:
         """Stored, and not known to be gone; the last one counts."""
         self._recorded: Roles | None = None
         self._confirm = False
+        self._config_again_at = math.inf
+        """When it is handed over again, if nobody listened."""
 
     @property
     def problem(self) -> str:
@@ -145,7 +148,14 @@ class Safekeeping:
         """Puts the current configuration in place of the one that is stored."""
         if configuration.current is not None:
             self._notifier.remove(STORED_NAME)
-            self._notifier.store(STORED_NAME, configuration.make_stored())
+            stored = self._notifier.store(STORED_NAME, configuration.make_stored())
+            lost = self._notifier.keeps_descriptors and not stored
+            self._config_again_at = time.monotonic() + AGAIN_S if lost else math.inf
+
+    def keep_lost_config(self, configuration: Configuration) -> None:
+        """Tries again, from time to time, what nobody heard."""
+        if time.monotonic() >= self._config_again_at:
+            self.keep_config(configuration)
 
     def keep_config_again(self, configuration: Configuration) -> int:
         """Hands the stored configuration to a supervisor that came back; 1 if it went."""
