@@ -13,6 +13,9 @@ ruff check .
 ruff format --check .
 mypy
 # Two at a time: most tests wait for processes of their own; those of one file share a set-up.
+if (($#)); then
+    exec python -m pytest --numprocesses 2 --dist loadfile "$@"
+fi
 # Not those of a GPU, which look at how full it is.
-python -m pytest --numprocesses 2 --dist loadfile -m "not gpu" "$@"
-exec python -m pytest -m gpu "$@"
+python -m pytest --numprocesses 2 --dist loadfile -m "not gpu"
+exec python -m pytest -m gpu

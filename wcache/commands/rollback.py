@@ -81,9 +81,14 @@ def _configure_what_is_served(
 ) -> None:
     """An ``up`` that is given up has written its configuration: a reboot would load that."""
     current, before = load_config(paths.config_file), previous.load(paths)
-    if before is None or before.ranks.local_ranks() != current.ranks.local_ranks():
+    local = current.ranks.local_ranks()
+    if before is None or before.ranks.local_ranks() != local:
         return
-    if any(one.serves(current) or not one.serves(before) for one in views.values()):
+    # A rank that is of neither layout may be up as well.
+    served = [views[rank] for rank in local if rank in views]
+    if len(served) < len(local) or any(
+        one.serves(current) or not one.serves(before) for one in served
+    ):
         return
     write_config(msgspec.structs.replace(before, access=current.access), paths.config_file)
     paths.previous_file.unlink()
