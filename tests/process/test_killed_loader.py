@@ -38,10 +38,10 @@ class Node:
         self.places = places
         self.paths: InstancePaths = places.instance()
 
-    def checkpoint(self, name: str, fill: float) -> Path:
+    def checkpoint(self, name: str, fill: float, layers: int = 24) -> Path:
         tensors = {
             f"layer.{index}.weight": torch.full((4096, 4096), fill + index, dtype=torch.bfloat16)
-            for index in range(24)
+            for index in range(layers)
         }
         return write_checkpoint(self.places.root / name, tensors)
 
@@ -230,3 +230,29 @@ def test_down_in_the_midst_of_a_reload_frees_both_generations(node: Node) -> Non
     assert report.serving is not None
     assert report.serving.how == "loaded"
     assert wcache(node.places, "verify").code == 0
+
+
+STAYS = """
+import atexit, sys, threading
+if "wcache.load" in sys.orig_argv:
+    atexit.register(threading.Event().wait)
+"""
+
+
+def test_what_an_engine_leaves_in_a_loader_does_not_keep_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next loader would wait for its end, and on a GPU its context would take memory."""
+    node.places.root.joinpath("sitecustomize.py").write_text(STAYS)
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{node.places.root}:{before}".rstrip(":"))
+    assert node.up(node.checkpoint("model", 1, layers=1)).code == 0
+    loaders = [folder for folder in node.processes() if is_loader(folder)]
+    wait_for(lambda: not any(folder.exists() for folder in loaders), "the loader has ended")
+    assert node.up(node.checkpoint("other", 100, layers=1)).code == 0
+
+
+def is_loader(process: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return b"wcache.load" in (process / "cmdline").read_bytes()
+    return False
