@@ -35,6 +35,7 @@ from vllm_starts import (
     said,
     say,
     wcache,
+    without_processes,
 )
 
 RANKS = (0, 1)
@@ -83,7 +84,7 @@ class Node:
 
     def place(self, before: list[int], gpus: list[int]) -> None:
         """Each rank's slabs are on its own GPU, which its fingerprint names by UUID."""
-        after = gpu_memory()["used_mib"]
+        after = without_processes()["used_mib"]
         uuids = vllm_starts.smi("--query-gpu=uuid")
         for rank, index in zip(RANKS, gpus, strict=True):
             serving = report(rank).serving

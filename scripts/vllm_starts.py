@@ -295,6 +295,16 @@ def is_free(before: Sequence[int]) -> bool:
     return False
 
 
+def without_processes() -> dict[str, Any]:
+    """:func:`gpu_memory` once no process has a context, or after 5 s: loaders end after ``up``."""
+    for _ in range(20):
+        found = gpu_memory()
+        if not found["processes_mib"]:
+            break
+        time.sleep(0.25)
+    return found
+
+
 def gpu_memory() -> dict[str, Any]:
     """MiB in use on each GPU, and by each process that has a context; empty without a driver."""
     used = [int(line) for line in smi("--query-gpu=memory.used")]

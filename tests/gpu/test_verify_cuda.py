@@ -12,7 +12,8 @@ from tests.checkpoints import write_llama, write_qwen3
 from tests.cli.snapshot import Done, wcache
 from tests.damage import Damage
 from tests.places import Places
-from wcache.devices import CONTEXT_BYTES, visible_gpus
+from tests.processes import wait_for
+from wcache.devices import CONTEXT_BYTES, processes, visible_gpus
 from wcache.errors import ExitCode
 from wcache.memory import driver
 from wcache.memory.slab import Access, Slab
@@ -106,6 +107,8 @@ def test_fp8_on_the_gpu_is_what_the_host_makes_and_computes(places: Places, on_d
 
 def test_a_gpu_without_room_for_a_context_is_told_with_numbers(gpu: Gpu) -> None:
     torch.zeros(1, device="cuda")
+    uuid = visible_gpus()[0].uuid
+    wait_for(lambda: len(processes(uuid)) == 1, "the loader's context is given back")
     room = visible_gpus()[0].free_bytes - CONTEXT_BYTES // 2
     filled = torch.empty(room, dtype=torch.uint8, device="cuda")
     try:
