@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.checkpoint.document import unreadable
-from wcache.errors import CheckpointError, WcacheError
+from wcache.errors import CheckpointError, UsageError, WcacheError
 from wcache.streams import talk
 
 # Weights and what is needed to use them. No pickles and no code: wcache would run neither, and
@@ -38,8 +38,11 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
 
     The hub's local cache comes first: a revision that lies there is taken as it is, without a
     look at the network; without ``download`` it is all there is. Raises :class:`CheckpointError`
-    for a path that is not there and :class:`WcacheError` for a hub id that can not be had.
+    for a path that is not there, :class:`UsageError` for a revision without a name, and
+    :class:`WcacheError` for a hub id that can not be had.
     """
+    if revision == "":
+        raise UsageError("the revision is empty", hint="leave --revision out, or name a commit")
     path = Path(model).expanduser()
     try:
         is_folder, is_there = path.is_dir(), path.exists()

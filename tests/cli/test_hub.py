@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import write_llama
 from tests.cli.snapshot import environment
 from tests.places import Places
-from wcache.errors import CheckpointError
+from wcache.errors import CheckpointError, UsageError
 from wcache.hub import ResolvedModel, resolve_model
 
 pytestmark = pytest.mark.cli
@@ -142,3 +142,9 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError):
         resolve_model(model, None)
+
+
+def test_revision_without_a_name_is_refused_before_anything_is_looked_for(tmp_path: Path) -> None:
+    """A variable that is not set in the operator's script would take any revision otherwise."""
+    with pytest.raises(UsageError, match="revision is empty"):
+        resolve_model(str(tmp_path), "")

@@ -70,13 +70,23 @@ def restart(
         if change is not None and config is not None:
             _check_is_whole(paths, config, up, named)
             _consent(change, out, yes=yes)
-        held = sum(one.held_bytes for one in up.values())
-        out.say(f"restarting {rank_words(up)}, {size(held)} of weights are kept")
+        out.say(f"restarting {rank_words(up)}, {_kept(up)}")
         begun = time.monotonic()
         supervisor.restart(up)
         _wait(paths, up, supervisor, begun, timeout, out)
         if change is not None and config is not None:
             _follow(change, config, paths, up, supervisor, out)
+
+
+def _kept(up: Mapping[int, RankView]) -> str:
+    """What is held, as far as daemons tell; with --force one may be silent."""
+    silent = sorted(rank for rank, one in up.items() if one.report is None)
+    words = []
+    if len(silent) < len(up):
+        words.append(f"{size(sum(one.held_bytes for one in up.values()))} of weights are kept")
+    if silent:
+        words.append(f"{rank_words(silent)} can not be asked what is held")
+    return "; ".join(words)
 
 
 def _config(paths: InstancePaths, out: Output) -> Config | None:
