@@ -1,6 +1,7 @@
 """Real daemons under the real supervisor: the weights outlive either of them."""
 
 import os
+import resource
 import shutil
 import signal
 import time
@@ -14,7 +15,7 @@ from tests.processes import wait_for
 from tests.publishing import publish
 from wcache.control import Control
 from wcache.errors import WcacheError
-from wcache.protocol import AskReport, Attach, Attached, Report
+from wcache.protocol import AskReport, Attach, Attached, Report, StoreAgain, Stored
 from wcache.supervise.direct.client import DirectSupervisor
 
 pytestmark = pytest.mark.process
@@ -148,6 +149,27 @@ def test_a_ready_file_that_is_removed_alone_is_written_again(
     time.sleep(2.5)
     ready.unlink()
     wait_for(ready.exists, "it is there again")
+
+
+def test_a_ready_file_that_could_not_be_written_is_a_problem_until_it_is(
+    places: Places, commands: DirectSupervisor
+) -> None:
+    begin(places, commands)
+    ready, pid = places.rank().ready_file, commands.show([0])[0].main_pid
+    wait_for(ready.exists, "the rank is ready")
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    # As on a full disk; a supervisor that came back has both files written again.
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+    ready.unlink()
+    with Control.connect(places.rank(), "operator") as control:
+        control.request(StoreAgain(), Stored)
+    said = report(places)
+    assert said is not None
+    assert [problem.split(" can")[0] for problem in said.problems] == [str(ready)]
+    assert not ready.exists()
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    wait_for(ready.exists, "it is there again")
+    wait_for(lambda: (now := report(places)) is not None and not now.problems, "all is well")
 
 
 def test_a_stop_frees_the_weights(places: Places, commands: DirectSupervisor) -> None:

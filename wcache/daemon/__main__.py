@@ -88,9 +88,10 @@ def _serve(
         if now - housekeeping >= step_s:
             housekeeping = now
             notifier.mention("WATCHDOG=1")
-            # A cleaner of /tmp may have taken either of them.
+            # A cleaner of /tmp may have taken either of them, or a full disk have no room for one.
             was_ready, is_ready = is_ready, paths.ready_file.exists()
-            if server.restore() or (was_ready and not is_ready):
+            is_lost = was_ready and not is_ready
+            if server.restore() or is_lost or rank.announcement.problem:
                 rank.announce()
             rank.refresh_configuration()
             server.apply_access(rank.access)

@@ -71,6 +71,7 @@ class Rank:
         self._said = ""
         self._has_served = False
         self._announced: int | None = None
+        self.announcement = ready.Announcement(paths)
         self.state = RankState.EMPTY
 
     # --- start ----------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class Rank:
         if self._holdings:
             self.announce()
         else:
-            ready.withdraw(self._paths)
+            self.announcement.withdraw()
             if self.awaits_engine:
                 self._notifier.say("READY=1")
 
@@ -372,6 +373,7 @@ class Rank:
         found = (
             *self._configuration.problems,
             *self._holdings.problems(),
+            self.announcement.problem,
             missing,
             *self.reclaim.problems(),
             reload,
@@ -404,7 +406,7 @@ class Rank:
                 self.announce()
         elif self.state is RankState.READY:
             self._step(RankEvent.VACATED)
-            ready.withdraw(self._paths)
+            self.announcement.withdraw()
             self._announced = None
         self.record()
         self.free_drained()
@@ -442,8 +444,5 @@ class Rank:
         if held is None:
             return
         self._announced = held.number
-        try:
-            ready.announce(self._paths, self._holdings.report(held))
-        except OSError as error:  # a full /run must not end a daemon that holds weights
-            log.error("ready file can not be written: %s", error)
+        self.announcement.make(self._holdings.report(held))
         self._notifier.say("READY=1")

@@ -1,5 +1,6 @@
 """The files that tell other programs that a rank is ready."""
 
+import logging
 import os
 
 import msgspec
@@ -7,6 +8,8 @@ import msgspec
 from wcache.config import write_file
 from wcache.paths import RankPaths
 from wcache.reports import GenerationReport, How
+
+log = logging.getLogger(__name__)
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +24,34 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     how: How
     since: float
+
+
+class Announcement:
+    """The two files of one rank; a full disk below them must not end who holds weights."""
+
+    def __init__(self, paths: RankPaths) -> None:
+        self._paths = paths
+        self.problem = ""
+        """Why they do not say what is true; empty when they do."""
+
+    def make(self, serving: GenerationReport) -> None:
+        """Writes both; what keeps them from it is logged once, and is :attr:`problem`."""
+        problem = ""
+        try:
+            announce(self._paths, serving)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            problem = f"{self._paths.ready_file} can not be written: {why}"
+        if problem and problem != self.problem:
+            log.error("%s", problem)
+        elif self.problem and not problem:
+            log.info("%s is written", self._paths.ready_file)
+        self.problem = problem
+
+    def withdraw(self) -> None:
+        """Removes both: there is nothing to say any more."""
+        withdraw(self._paths)
+        self.problem = ""
 
 
 def announce(paths: RankPaths, serving: GenerationReport) -> None:
