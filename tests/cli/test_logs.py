@@ -53,6 +53,34 @@ def test_following_takes_whole_lines_and_survives_a_new_file(tmp_path: Path) -> 
     assert log.more() == []
 
 
+def test_following_loses_nothing_of_a_file_that_was_moved_away(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\nhal")
+    log = LogFile("x", path)
+    assert log.tail(1) == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"f\ncrash\n")
+    path.rename(tmp_path / "log.1")
+    path.write_bytes(b"anew\n")
+    assert log.more() == [b"half", b"crash", b"anew"]
+    assert log.more() == []
+
+
+def test_the_last_lines_are_those_of_before_a_large_file_was_moved_away_too(
+    places: Places,
+) -> None:
+    write(places, "wcache.0.daemon.log.1", [line(1, "started"), line(2, "crash")])
+    write(places, "wcache.0.daemon.log", [line(4, "started again")])
+    write(places, "wcache.1.daemon.log.1", [line(3, "of rank 1")])
+    assert words(places, "logs") == ["started", "crash", "of rank 1", "started again"]
+    assert words(places, "logs", "0", "-n", "2") == ["crash", "started again"]
+    assert wcache(places, "logs", "2").code == 4
+
+
+def words(places: Places, *arguments: str) -> list[str]:
+    return [one.split(" INFO ")[1] for one in wcache(places, *arguments).stdout.splitlines()]
+
+
 def write(places: Places, name: str, lines: list[bytes]) -> None:
     folder = places.root / "state" / "log"
     folder.mkdir(parents=True, exist_ok=True)

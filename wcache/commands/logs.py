@@ -1,5 +1,6 @@
 """``wcache logs``: what daemons, loaders and the supervisor wrote, in the order of time."""
 
+import contextlib
 import os
 import re
 import sys
@@ -7,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, TypeVar
 
 import msgspec
 import typer
@@ -50,40 +51,68 @@ class LogFile:
     rest: bytes = field(default=b"", repr=False)
     """An unfinished line."""
 
+    @property
+    def moved(self) -> Path:
+        """Where :func:`wcache.supervise.spawn.open_log` moves what has grown large, which it does
+        when a process is started: how the one before it ended is told there."""
+        return self.path.with_name(f"{self.path.name}.1")
+
+    @property
+    def exists(self) -> bool:
+        return self.path.exists() or self.moved.exists()
+
     def tail(self, count: int) -> list[bytes]:
         """The last ``count`` lines; where they end, :meth:`more` goes on."""
-        try:
-            with self.path.open("rb") as file:
+        lines: list[bytes] = []
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.inode, self.offset = status.st_ino, status.st_size
+            lines = _last_lines(file, status.st_size)
+            self.rest = lines.pop()
+        if len(lines) < count:
+            with contextlib.suppress(FileNotFoundError), self.moved.open("rb") as file:
                 status = os.fstat(file.fileno())
-                self.inode, self.offset = status.st_ino, status.st_size
-                start = max(0, status.st_size - _TAIL_BYTES)
-                file.seek(start)
-                data = file.read(status.st_size - start)
-        except FileNotFoundError:
-            return []
-        lines = data.split(b"\n")
-        self.rest = lines.pop()
-        if start and lines:
-            del lines[0]  # the read began somewhere in it
+                if status.st_ino != self.inode:  # it was moved in this moment
+                    lines = [*filter(None, _last_lines(file, status.st_size)), *lines]
         return lines[-count:] if count else []
 
     def more(self) -> list[bytes]:
         """Whole lines that were written since; a file that was replaced is read from its start."""
+        left: list[bytes] = []
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self.inode or status.st_size < self.offset:
+                    left = self._left()
                     self.inode, self.offset, self.rest = status.st_ino, 0, b""
                 if status.st_size == self.offset:
-                    return []
+                    return left
                 file.seek(self.offset)
                 data = file.read(_CHUNK_BYTES)
         except FileNotFoundError:
-            return []
+            return left
         self.offset += len(data)
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
-        return lines
+        return left + lines
+
+    def _left(self) -> list[bytes]:
+        """What was written to the file that is moved by now, after it was last read."""
+        with contextlib.suppress(FileNotFoundError), self.moved.open("rb") as file:
+            if self.inode and os.fstat(file.fileno()).st_ino == self.inode:
+                file.seek(self.offset)
+                return [*filter(None, (self.rest + file.read(_TAIL_BYTES)).split(b"\n"))]
+        return []
+
+
+def _last_lines(file: BinaryIO, end: int) -> list[bytes]:
+    """Those in the last part of ``file``; the last of them is what has no end yet, or empty."""
+    start = max(0, end - _TAIL_BYTES)
+    file.seek(start)
+    lines = file.read(end - start).split(b"\n")
+    if start and len(lines) > 1:
+        del lines[0]  # the read began somewhere in it
+    return lines
 
 
 def logs(
@@ -127,9 +156,12 @@ def logs(
         parts = ["daemon", "loader"]
     with_supervisor = supervisor or not (named or daemon or loader)
     try:
-        shown = chosen(paths, named) if named else _logged(paths)
+        shown = _logged(paths)
+        if named:
+            # One that has left the configuration has its logs all the same.
+            shown = named if {*named} <= {*shown} else chosen(paths, named)
         files = _files(paths, shown, parts, with_supervisor=with_supervisor)
-        if not follow and not any(file.path.exists() for file in files):
+        if not follow and not any(file.exists for file in files):
             raise WcacheError(
                 f"no logs in {paths.state / 'log'}",
                 hint="nothing was started here yet",
@@ -241,7 +273,7 @@ def _timed(lines: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
 def _logged(paths: InstancePaths) -> list[int]:
     """Known ranks, and those that have left a log behind."""
     name = re.escape(paths.instance or "wcache")
-    pattern = re.compile(rf"{name}\.(\d{{1,6}})\.(?:daemon|loader)\.log")
+    pattern = re.compile(rf"{name}\.(\d{{1,6}})\.(?:daemon|loader)\.log(?:\.1)?")
     folder = paths.state / "log"
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     left = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
