@@ -16,6 +16,9 @@ _JOURNAL_LEVELS = {
 }
 
 
+LEVEL_VARIABLE = "WCACHE_LOG_LEVEL"
+
+
 class JournalFormatter(logging.Formatter):
     """``<N>`` in front of every line, of a traceback's too."""
 
@@ -34,7 +37,12 @@ def setup_logging(part: str, rank: RankId | str) -> None:
         handler.setFormatter(logging.Formatter(line))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(os.environ.get("WCACHE_LOG_LEVEL", "INFO").upper())
+    wanted = os.environ.get(LEVEL_VARIABLE) or "INFO"
+    level = logging.getLevelNamesMapping().get(wanted.upper())
+    root.setLevel(logging.INFO if level is None else level)
+    if level is None:
+        # Who holds weights must not fail to start for it.
+        root.warning("%s=%r is no level, INFO is taken", LEVEL_VARIABLE, wanted[:40])
 
 
 def _stderr_is_journal() -> bool:
