@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -323,6 +324,52 @@ def test_a_daemon_that_is_silent_failed_or_old_is_named(evidence: Make) -> None:
     assert "runs wcache 0.0.1" in only(ranks.check_ranks, old).detail
     troubled = evidence(views=up(told=report(problems=("bad file",))))
     assert only(ranks.check_ranks, troubled).result == "fail"
+
+
+def test_a_daemon_that_ends_again_and_again_is_a_fault(evidence: Make) -> None:
+    looping = {0: RankView(rank=0, unit=unit(state="restarting", main_pid=0, result="exit 1"))}
+    finding = only(ranks.check_ranks, evidence(views=looping))
+    assert (finding.result, finding.mend) == ("fail", "wcache logs 0")
+    assert "exit 1" in finding.detail
+
+
+def test_a_loader_that_failed_before_any_weights_is_a_fault(evidence: Make) -> None:
+    told = report(state=RankState.EMPTY, generations=())
+    empty = evidence(views=up(told=told, loader="failed", loader_result="exit 1"))
+    assert "the loader failed: exit 1" in only(ranks.check_ranks, empty).detail
+    told = report(generations=(serving(Fingerprint()),))
+    kept = evidence(views=up(told=told, loader="failed", loader_result="exit 1"))
+    assert results(ranks.check_ranks, kept) == ["ok"]
+
+
+def test_a_rank_of_the_configuration_that_is_down_is_named(evidence: Make, places: Places) -> None:
+    down = RankView(rank=1, unit=unit(1, state="inactive", main_pid=0))
+    config = msgspec.structs.replace(publish_config(), layout=LayoutSection(dp=2))
+    found = evidence(config=config, views={**up(), 1: down})
+    finding = only(ranks.check_ranks, found)
+    assert (finding.result, finding.mend) == ("warn", "wcache up")
+    assert "rank 1" in finding.detail
+    named = evidence(config=config, views={1: down}, instance=places.instance("draft"))
+    assert only(ranks.check_ranks, named).mend == "wcache up --instance draft"
+    # One that is not part of it is down for good.
+    assert results(ranks.check_ranks, evidence(config=publish_config(), views={1: down})) == ["ok"]
+
+
+def test_what_no_boot_brings_back_is_said(evidence: Make, places: Places) -> None:
+    config, views = publish_config(), up(boots=True)
+    assert results(service.check_boot, evidence(config=config, views=views)) == []
+    units = manager(places).target.units
+    units.mkdir(parents=True)
+    (units / "wcache@.service").touch()
+    good = evidence(config=config, views=views, supervisor="systemd")
+    assert results(service.check_boot, good) == ["ok"]
+    off = evidence(config=config, views=up(boots=False), supervisor="systemd")
+    finding = only(service.check_boot, off)
+    assert (finding.result, finding.mend) == ("warn", "wcache up enables it")
+    aside = only(service.check_boot, evidence(config=config, views=up(), supervisor="direct"))
+    assert aside.mend.startswith("wcache down, then wcache up")
+    down = {0: RankView(rank=0, unit=unit(state="inactive", main_pid=0, boots=False))}
+    assert results(service.check_boot, evidence(config=config, views=down)) == []
 
 
 def test_a_unit_that_wants_the_socket_of_a_daemon_it_has_not_is_named(evidence: Make) -> None:
@@ -641,6 +688,38 @@ def test_a_small_dev_shm_matters_to_engines_of_several_ranks(
     assert results(memory.check_shm, evidence()) == ["ok"]
     spread = evidence(config=publish_config(layout=LayoutSection(tp=2)))
     assert results(memory.check_shm, spread) == ["warn"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "result"),
+    [
+        ({}, "ok"),
+        ({"f_bavail": 0, "f_bfree": 0}, "fail"),
+        ({"f_favail": 0, "f_ffree": 0}, "fail"),
+        ({"f_bavail": 1000, "f_bfree": 1000}, "warn"),
+        ({"f_flag": os.ST_RDONLY}, "warn"),
+        ({"f_files": 0, "f_favail": 0, "f_ffree": 0}, "ok"),  # a file system without inodes
+    ],
+)
+def test_a_full_or_closed_disk_is_said_of_the_folder_that_lies_on_it(
+    changes: dict[str, int],
+    result: str,
+    evidence: Make,
+    places: Places,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = {"f_frsize": 4096, "f_bavail": 1 << 20, "f_bfree": 1 << 20, "f_flag": 0,
+             "f_files": 1 << 20, "f_favail": 1 << 20, "f_ffree": 1 << 20}  # fmt: skip
+    state = places.instance().state
+    state.mkdir(parents=True, exist_ok=True)
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(**(usual | changes if path == state else usual))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    finding = only(memory.check_disk, evidence())
+    assert finding.result == result
+    assert (str(state) in finding.detail) == (result != "ok")
 
 
 def test_a_low_limit_of_locked_memory_matters_where_gpus_are_used(

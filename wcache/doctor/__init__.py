@@ -14,7 +14,13 @@ from wcache.doctor.gpu import (
     check_persistence,
     check_unified_memory,
 )
-from wcache.doctor.memory import check_hugepages, check_memlock, check_room, check_shm
+from wcache.doctor.memory import (
+    check_disk,
+    check_hugepages,
+    check_memlock,
+    check_room,
+    check_shm,
+)
 from wcache.doctor.model import (
     check_checkpoint,
     check_clock,
@@ -23,6 +29,7 @@ from wcache.doctor.model import (
 )
 from wcache.doctor.ranks import check_descriptors, check_leftovers, check_ranks
 from wcache.doctor.service import (
+    check_boot,
     check_folders,
     check_group,
     check_linger,
@@ -47,6 +54,7 @@ Check = Callable[[Evidence], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     check_linger,
+    check_boot,
     check_group,
     check_folders,
     check_configuration,
@@ -59,6 +67,7 @@ CHECKS: tuple[Check, ...] = (
     check_hugepages,
     check_shm,
     check_memlock,
+    check_disk,
     check_driver,
     check_unified_memory,
     check_bindings,

@@ -1,4 +1,4 @@
-"""Checks of memory: room for the weights that are still to be loaded, pages, and limits."""
+"""Checks of room: for the weights that are still to be loaded, in pages, limits and on disks."""
 
 import os
 import resource
@@ -21,6 +21,8 @@ from wcache.units import GIB, MIB, size
 SHM_BYTES = 1 * GIB
 # What registered memory of an engine (RDMA, io_uring on older kernels) counts against.
 MEMLOCK_BYTES = 64 * MIB
+# A log has about 8 MiB; less than a page for each of a rank's files is as good as nothing.
+LITTLE_BYTES, NOTHING_BYTES = 8 * MIB, 64 << 10
 
 
 def rank_bytes(checkpoint: Checkpoint, config: Config) -> int:
@@ -102,6 +104,36 @@ def check_shm(evidence: Evidence) -> Iterator[Finding]:
         )
     else:
         yield ok("/dev/shm", size(total))
+
+
+def check_disk(evidence: Evidence) -> Iterator[Finding]:
+    """Room where ready files, the configuration and logs are written; serving needs none."""
+    instance = evidence.instance
+    found = []
+    for what, folder in (
+        ("ready files", instance.run),
+        ("the configuration", instance.config),
+        ("logs", instance.state),
+    ):
+        try:
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            status = os.statvfs(there)
+        except OSError:
+            continue  # not for us to look at; the checks of folders say so
+        free = status.f_frsize * (status.f_bavail if os.geteuid() else status.f_bfree)
+        left = size(free)
+        if status.f_files and not (status.f_favail if os.geteuid() else status.f_ffree):
+            free, left = 0, "no inode"
+        if status.f_flag & os.ST_RDONLY:
+            detail = f"{folder} is on a read-only file system: {what} can not be written"
+            found.append(warn("disk", detail, f"findmnt -T {there} shows it"))
+        elif free < NOTHING_BYTES:
+            detail = f"{folder} has no room for {what}: {left} is free"
+            found.append(fail("disk", detail, f"df {there} shows it: make room there"))
+        elif free < LITTLE_BYTES:
+            detail = f"{folder} has little room for {what}: {left} is free"
+            found.append(warn("disk", detail, f"df {there} shows it: make room there"))
+    yield from found or [ok("disk", "room for ready files, the configuration and logs")]
 
 
 def check_memlock(evidence: Evidence) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, Wcache
 from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.permissions import who_may
-from wcache.ranks import RankView
+from wcache.ranks import RankView, rank_words
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 
@@ -24,11 +24,11 @@ _MAX_READY_BYTES = 1 << 16
 
 
 def check_ranks(evidence: Evidence) -> Iterator[Finding]:
-    """Daemons that do not answer, or are of another version than this command."""
+    """Daemons that are down, do not answer, end again and again, or are of another version."""
     if evidence.silence:
         mend = evidence.silence_mend or look_again(evidence)
         yield fail("ranks", f"can not be asked: {evidence.silence}", mend)
-    found = [*_silent(evidence), *_rivals(evidence)]
+    found = [*_silent(evidence), *_rivals(evidence), *_down(evidence)]
     yield from found
     up = sum(one.report is not None for one in evidence.views.values())
     if not found and not evidence.silence:
@@ -98,12 +98,37 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
         elif one.unit and one.unit.state == "failed":
             why = one.unit.status or one.unit.result or "the daemon failed"
             yield fail("ranks", f"rank {name} has failed: {why}", f"wcache logs {name}")
+        elif one.unit and one.unit.state == "restarting" and one.report is None:
+            ended = f" with {one.unit.result}" if one.unit.result else ""
+            yield fail(
+                "ranks",
+                f"rank {name}: the daemon ended{ended} and is about to be started again",
+                f"wcache logs {name}",
+            )
+        elif one.is_up and one.serving is None and one.unit and one.unit.loader == "failed":
+            why = one.unit.loader_result or "it does not say why"
+            yield fail("ranks", f"rank {name}: the loader failed: {why}", f"wcache logs {name}")
         elif one.report and one.report.version != wcache.__version__:
             yield warn(
                 "ranks",
                 f"rank {name} runs wcache {one.report.version}, installed is {wcache.__version__}",
                 f"wcache restart {name}",
             )
+
+
+def _down(evidence: Evidence) -> Iterator[Finding]:
+    """Ranks that a command stopped, or that nothing has started; what is masked is told above."""
+    local = evidence.config.ranks.local_ranks() if evidence.config else ()
+    units = {rank: evidence.views[rank].unit for rank in local if rank in evidence.views}
+    down = [
+        rank
+        for rank, unit in units.items()
+        if unit and unit.state == "inactive" and not (unit.fault or unit.stored_fds)
+        and not evidence.views[rank].is_up
+    ]  # fmt: skip
+    if down:
+        detail = f"{rank_words(down)} of the configuration {'is' if len(down) == 1 else 'are'} down"
+        yield warn("ranks", detail, evidence.command("wcache up"))
 
 
 def _rivals(evidence: Evidence) -> Iterator[Finding]:

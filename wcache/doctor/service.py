@@ -14,6 +14,8 @@ from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import INSIDE, unseen
 from wcache.install import Planned, is_ours, read_installed
 from wcache.permissions import who_may
+from wcache.ranks import rank_words
+from wcache.supervise.systemd.manager import DAEMON
 
 GROUP = "wcache"
 KEEPS_OVER_STOP = 254
@@ -48,6 +50,29 @@ def check_linger(evidence: Evidence) -> Iterator[Finding]:
             "linger", "your manager ends with your last session, and the weights with it",
             "loginctl enable-linger",
         )  # fmt: skip
+
+
+def check_boot(evidence: Evidence) -> Iterator[Finding]:
+    """Whether a reboot brings back what is up; where no units are, that is said of these."""
+    manager, config = evidence.manager, evidence.config
+    if not manager.is_running or not os.path.lexists(manager.target.units / f"{DAEMON}.service"):
+        return
+    local = config.ranks.local_ranks() if config else ()
+    up = {rank: one for rank in local if (one := evidence.views.get(rank)) and one.is_up}
+    off = [rank for rank, one in up.items() if one.unit and one.unit.boots is False]
+    if up and evidence.supervisor == "direct":
+        yield warn(
+            "boot",
+            f"{rank_words(up)} {'is' if len(up) == 1 else 'are'} kept by wcache's own supervisor,"
+            " which no boot starts",
+            f"{evidence.command('wcache down')}, then {evidence.command('wcache up')}:"
+            " systemd keeps them then",
+        )
+    elif off:
+        yield warn("boot", f"a reboot does not start {rank_words(off)}",
+                   f"{evidence.command('wcache up')} enables it")  # fmt: skip
+    elif up:
+        yield ok("boot", "a reboot loads the same weights again")
 
 
 def check_units(evidence: Evidence, planned: list[Planned]) -> Iterator[Finding]:

@@ -31,6 +31,8 @@ class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why it could not be started again, whatever it does now; empty when it could."""
     mend: str = ""
     """The command against ``fault``."""
+    boots: bool | None = None
+    """True when the next boot starts it; None where no boot starts anything."""
     max_fds: int | None = None
     """How many descriptors may be stored; None where no number is set, and without a daemon."""
 

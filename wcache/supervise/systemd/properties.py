@@ -151,6 +151,7 @@ def unit_report(rank: int, daemon: UnitProperties, loader: UnitProperties) -> Un
         loader_result=loader.ended if loader.loader_state == "failed" else "",
         fault=fault,
         mend=mend,
+        boots=daemon.file_state == "enabled",
         max_fds=daemon.max_fds if daemon.main_pid else None,
     )
 
