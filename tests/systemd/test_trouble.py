@@ -249,6 +249,26 @@ def test_a_rank_that_a_killed_supervisor_left_is_taken_over_by_one_of_its_kind(
     assert lab.status(instance)["supervisor"] == "systemd"
 
 
+@pytest.mark.usefixtures("own_supervisor")
+def test_ranks_that_no_boot_starts_are_told_of_until_systemd_has_them(
+    lab: Lab, instance: str
+) -> None:
+    up(lab, instance)
+    assert "no boot starts that one" in lab.wcache("up", "--instance", instance).stderr
+    aside = lab.wcache("doctor", "--instance", instance)
+    assert "kept by wcache's own supervisor, which no boot starts" in aside.stdout
+    lab.wcache("down", "--instance", instance)
+    assert "systemd is not asked" not in lab.wcache("up", "--instance", instance).stderr
+    assert "a reboot loads the same weights again" in (
+        lab.wcache("doctor", "--instance", instance).stdout
+    )
+    lab.systemctl("disable", daemon(instance))
+    off = lab.wcache("doctor", "--instance", instance).stdout
+    assert f"wcache up --instance {instance} enables it" in off
+    lab.wcache("up", "--instance", instance)
+    assert "enables it" not in lab.wcache("doctor", "--instance", instance).stdout
+
+
 def test_a_unit_that_was_started_beside_such_a_rank_is_told_of(
     lab: Lab, instance: str, own_supervisor: int
 ) -> None:

@@ -70,7 +70,10 @@ def install(
             hint="move it away and install again; systemctl edit keeps changes in a file apart",
         )
     if changed and root is None:
-        out.say("wcache up starts ranks under systemd from here on")
+        out.say(
+            "wcache up starts ranks under systemd from here on; those that run stay with their"
+            " supervisor until wcache down"
+        )
 
 
 def chosen_target(*, user: bool, root: Path | None) -> Target:

@@ -95,7 +95,7 @@ def up(
     """
     from wcache.rollout.up_job import prepare
     from wcache.rollout.wanted import Args
-    from wcache.supervise import supervisor_for, units_missing
+    from wcache.supervise import supervisor_for, units_missing, units_unused
 
     args = Args(
         model=model, revision=revision, dtype=dtype, quantization=quantization, loader=loader,
@@ -109,6 +109,11 @@ def up(
     out = Output(quiet=quiet)
     if supervisor.kind == "direct" and units_missing():
         out.say("systemd is not asked: wcache install gives it the units, and a reboot the weights")
+    elif units_unused(supervisor):
+        out.say(
+            "systemd is not asked: wcache's own supervisor keeps these ranks until wcache down, and"
+            " no boot starts that one"
+        )
     with hold(paths, "wcache up"):
         job = prepare(args, paths, supervisor, out)
         job.begin()

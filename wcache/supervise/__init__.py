@@ -11,7 +11,7 @@ from wcache.paths import InstancePaths
 from wcache.supervise.interface import Supervisor
 from wcache.wire import peer_credentials
 
-__all__ = ["orphans", "supervisor_for", "units_missing"]
+__all__ = ["orphans", "supervisor_for", "units_missing", "units_unused"]
 
 # sd_booted(3).
 _BOOTED = Path("/run/systemd/system")
@@ -47,6 +47,14 @@ def units_missing() -> bool:
 
     manager = manager_here()
     return manager is not None and not units_installed(manager)
+
+
+def units_unused(supervisor: Supervisor) -> bool:
+    """True when ranks stay with wcache's own supervisor although systemd has units for them."""
+    from wcache.supervise.systemd.manager import manager_here, units_installed
+
+    manager = manager_here()
+    return supervisor.kind == "direct" and manager is not None and units_installed(manager)
 
 
 def orphans(instance: InstancePaths) -> list[int]:
