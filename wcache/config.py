@@ -114,7 +114,11 @@ def load_config(path: Path) -> Config:
             f"no configuration: {path}: {(error.strerror or '').lower()}",
             hint="wcache up --model … writes it",
         ) from None
-    return parse_config(data, source=str(path))
+    try:
+        return parse_config(data, source=str(path))
+    except ConfigError as error:
+        error.hint = "mend the file, or move it away: wcache up --model … writes a new one"
+        raise
 
 
 def parse_config(data: bytes, *, source: str) -> Config:

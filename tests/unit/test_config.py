@@ -147,6 +147,14 @@ def test_an_absent_file_says_what_writes_it(tmp_path: Path) -> None:
     assert "wcache up" in caught.value.hint
 
 
+def test_a_bad_file_says_what_to_do_whoever_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "wcache.toml"
+    path.write_text("model = [")
+    with pytest.raises(ConfigError, match="is not TOML") as caught:
+        load_config(path)
+    assert caught.value.hint.startswith("mend the file")
+
+
 def test_a_configuration_made_in_memory_is_checked_like_a_file() -> None:
     assert check_config(FULL, source="x") is FULL
     bad = msgspec.structs.replace(FULL, memory=MemorySection(device="cuda"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.config import Config, load_config
-from wcache.errors import ConfigError, WcacheError
+from wcache.errors import WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
 from wcache.holdings import Others
@@ -127,12 +127,7 @@ class Job:
 
 def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Output) -> Job:
     """Finds out all that could keep ``args`` from being done; raises it, and touches nothing."""
-    try:
-        old = read_config(paths)
-    except ConfigError as error:
-        # Written anew without a look, it would lose who may attach.
-        error.hint = "mend the file, or move it away: wcache up --model … writes a new one"
-        raise
+    old = read_config(paths)  # a bad one is not written anew: it says who may attach
     wanted = _wanted(args, paths, old, out)
     config = wanted.config
     local = config.ranks.local_ranks()
