@@ -225,7 +225,8 @@ def select(instance_name: str, arguments: Sequence[str]) -> tuple[InstancePaths,
         names.add(instance_name)
     if len(names) > 1:
         raise UsageError(
-            "ranks of more than one instance: " + ", ".join(sorted(names or {"default"})),
+            "ranks of more than one instance: "
+            + ", ".join(name or "the default one" for name in sorted(names)),
             hint="one call works on one instance",
         )
     paths = InstancePaths.of(next(iter(names), ""))

@@ -13,11 +13,13 @@ from wcache.commands.overview import (
     LeaseStatus,
     collect,
     generation_rows,
+    next_step,
     problem_lines,
     rank_status,
     tables,
 )
 from wcache.commands.restart import _check as check_restart
+from wcache.commands.restart import _kept as kept
 from wcache.config import Config
 from wcache.errors import ExitCode, TryAgainError, WcacheError
 from wcache.ranks import RankView
@@ -75,6 +77,33 @@ def test_a_configuration_that_can_not_be_read_hides_nothing_that_runs() -> None:
     assert found.exit_code == ExitCode.CONFIGURATION
     assert found.ranks[0].ready
     assert problem_lines(found) == ["x.toml: is not TOML"]
+    nameless = msgspec.structs.replace(found, model=None)
+    assert nameless.headline.startswith("model /models/a, which no configuration names now, tp 2")
+
+
+def test_what_to_type_next_is_said_when_a_rank_is_not_ready() -> None:
+    assert next_step(status(serving(0, of=A), serving(1, of=A))) == ""
+    assert next_step(status(serving(0, of=A), absent(1))) == "wcache up starts what is down"
+    loading = RankView(rank=1, report=report(1, wanted=A), unit=unit(1, stored_fds=1))
+    assert next_step(status(serving(0, of=A), loading)) == ""
+    silent = RankView(rank=1, silence="it does not answer", unit=unit(1))
+    draft = msgspec.structs.replace(status(serving(0, of=A), silent), instance="draft")
+    assert next_step(draft).startswith("wcache doctor --instance draft says what mends it")
+
+
+def test_what_a_silent_daemon_should_have_stored_is_not_known() -> None:
+    silent = RankView(rank=0, silence="it does not answer", unit=unit(0, stored_fds=3))
+    (row,) = tables(status(silent))[0].lines()[1:]
+    assert "3/?" in row.split()
+
+
+def test_a_restart_says_what_it_keeps_of_a_silent_daemon() -> None:
+    silent = RankView(rank=1, silence="it does not answer", unit=unit(1, stored_fds=3))
+    assert kept({0: serving(0, of=A)}) == "1.0 GiB of weights are kept"
+    assert kept({1: silent}) == "the 3 stored descriptors of rank 1 are kept"
+    assert kept({0: serving(0, of=A), 1: silent}) == (
+        "1.0 GiB of weights are kept, and the 3 stored descriptors of rank 1"
+    )
 
 
 class SilentSupervisor:

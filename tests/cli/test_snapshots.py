@@ -95,6 +95,7 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_instance", nothing, "status --instance ../x"),
     ("usage_instance_empty", three_ranks, "down --instance="),
     ("usage_two_instances", nothing, "status a:0 b:0"),
+    ("usage_default_and_another", nothing, "status 0 b:0"),
     ("usage_run_nothing", nothing, "run"),
     ("usage_run_no_script", nothing, "run -- python nowhere.py"),
     ("usage_run_daemon", nothing, "run --instance a --mode daemon -- torchrun train.py"),

@@ -78,6 +78,7 @@ def test_an_empty_rank_is_filled_after_the_others_have_switched() -> None:
     ("one", "words"),
     [
         (absent(0), "rank 0: not up"),
+        (RankView(rank=0, unit=unit(0, state="starting")), "rank 0: starting, and does not answer"),
         (RankView(rank=0, silence="rank 0 does not answer"), "does not answer"),
         (replace(serving(0, of=A), unit=unit(0, state="inactive")), "its supervisor is gone"),
     ],

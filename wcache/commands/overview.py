@@ -106,6 +106,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
         """Which weights these are, for a person."""
         held = next((rank.fingerprint for rank in self.ranks if rank.fingerprint), None)
         words = [f"model {self.model}" if self.model else "no model is configured"]
+        if held is not None and not self.model:
+            words = [f"model {held.model or 'unknown'}, which no configuration names now"]
         if held is not None:
             words.append(f"tp {held.tp_size}, pp {held.pp_size}, dp {held.dp_size}")
             words.append(f"dtype {held.dtype}, on {held.device}")
@@ -320,7 +322,8 @@ def _fds(row: RankStatus) -> str | None:
     """Stored and expected descriptors; nothing for a rank that has no daemon to expect any."""
     if not row.expected_fds and not row.stored_fds:
         return None
-    return f"{'?' if row.stored_fds is None else row.stored_fds}/{row.expected_fds}"
+    expected = row.expected_fds or "?"  # a daemon that does not answer says no number
+    return f"{'?' if row.stored_fds is None else row.stored_fds}/{expected}"
 
 
 def problem_lines(status: InstanceStatus) -> list[str]:
@@ -331,3 +334,14 @@ def problem_lines(status: InstanceStatus) -> list[str]:
         own = (problem for problem in row.problems if problem not in status.problems)
         lines += [f"rank {row.rank}: {problem}" for problem in dict.fromkeys(own)]
     return lines
+
+
+def next_step(status: InstanceStatus) -> str:
+    """What to type when a rank is not ready; empty where all are, or one is just being loaded."""
+    of = f" --instance {status.instance}" if status.instance else ""
+    waiting = [rank for rank in status.ranks if rank.wanted and not rank.ready]
+    if any(rank.problems for rank in waiting):
+        return f"wcache doctor{of} says what mends it, wcache logs{of} what happened"
+    if any(rank.state == "down" for rank in waiting):
+        return f"wcache up{of} starts what is down"
+    return ""

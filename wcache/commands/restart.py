@@ -18,7 +18,7 @@ from wcache.errors import (
     UsageError,
     WcacheError,
 )
-from wcache.output import Output
+from wcache.output import Output, counted
 from wcache.paths import InstancePaths
 from wcache.protocol import StoreAgain, Stored
 from wcache.ranks import RankView, chosen, rank_words, read_config, select, view
@@ -79,14 +79,14 @@ def restart(
 
 
 def _kept(up: Mapping[int, RankView]) -> str:
-    """What is held, as far as daemons tell; with --force one may be silent."""
-    silent = sorted(rank for rank, one in up.items() if one.report is None)
-    words = []
-    if len(silent) < len(up):
-        words.append(f"{size(sum(one.held_bytes for one in up.values()))} of weights are kept")
-    if silent:
-        words.append(f"{rank_words(silent)} can not be asked what is held")
-    return "; ".join(words)
+    """What a restart keeps; who does not answer can not say what he holds."""
+    silent = [rank for rank, one in up.items() if one.report is None]
+    known = f"{size(sum(one.held_bytes for one in up.values()))} of weights are kept"
+    if not silent:
+        return known
+    stored = sum(one.unit.stored_fds for rank in silent if (one := up[rank]).unit)
+    theirs = f"the {counted(stored, 'stored descriptor')} of {rank_words(silent)}"
+    return f"{theirs} are kept" if len(silent) == len(up) else f"{known}, and {theirs}"
 
 
 def _config(paths: InstancePaths, out: Output) -> Config | None:

@@ -4,7 +4,7 @@ import typer
 
 from wcache.commands import gpu_memory
 from wcache.commands.options import InstanceOption, JsonOption, RankArguments
-from wcache.commands.overview import collect, problem_lines, tables
+from wcache.commands.overview import collect, next_step, problem_lines, tables
 from wcache.output import Output
 from wcache.ranks import chosen, select
 
@@ -32,4 +32,6 @@ def status(
             out.say(note)
         for problem in problem_lines(found):
             out.warn(problem)
+        if advice := next_step(found):
+            out.hint(advice)
     raise typer.Exit(found.exit_code)

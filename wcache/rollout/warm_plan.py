@@ -110,6 +110,9 @@ def decide(
 def _plan(one: RankView, config: Config, replace: bool) -> RankPlan:
     report, unit, serving = one.report, one.unit, one.serving
     if report is None:
+        if one.is_up and one.unit is not None and not one.silence:
+            # Of a restart: by whoever holds the lock, which a dry run does not wait for.
+            return _refused(one, f"{one.unit.state}, and does not answer yet: try again")
         return _refused(one, one.silence or "not up, wcache up starts it")
     if unit is not None and unit.state in ("inactive", "failed"):
         return _refused(one, "its supervisor is gone, wcache up starts one that takes it over")
