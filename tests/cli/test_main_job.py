@@ -169,6 +169,17 @@ def test_one_rank_that_fails_leaves_the_others_alone(node: Node) -> None:
     assert node("up").code == 0
 
 
+def test_what_to_type_next_is_of_the_instance_that_failed(node: Node) -> None:
+    log = node.places.instance("draft").log_file(0, "loader")
+    log.mkdir(parents=True)
+    done = node.up("--instance", "draft")
+    assert "wcache logs draft:0 shows more" in done.stderr
+    doctor = "wcache doctor --instance draft"
+    assert doctor in node("status", "--instance", "draft").stderr
+    assert "rank draft:0" in node(*doctor.split()[1:]).stdout
+    assert node("down", "--instance", "draft").code == 0
+
+
 def test_a_rank_whose_socket_can_not_be_is_said_before_anything_is_touched(node: Node) -> None:
     node.paths.run.mkdir(parents=True)
     (node.paths.run / "0").write_text("a file where the rank wants its folder")

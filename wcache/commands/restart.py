@@ -237,7 +237,7 @@ def _wait(
             if now.report is None and now.unit is not None and now.unit.state == "failed":
                 raise WcacheError(
                     f"rank {rank} does not come back: {now.unit.status or now.unit.result}",
-                    hint=f"wcache logs {rank} says more",
+                    hint=f"wcache logs {paths.rank(rank).id} says more",
                 )
             if now.report is None or (old.report and now.report.pid == old.report.pid):
                 continue
@@ -248,7 +248,7 @@ def _wait(
         if waiting and time.monotonic() - begun > timeout:
             raise NotReadyError(
                 f"{rank_words(waiting)} did not come back within {timeout:g} s",
-                hint=f"wcache status and wcache logs {next(iter(waiting))} say why",
+                hint=f"wcache logs {paths.rank(next(iter(waiting))).id} says why",
             )
         time.sleep(_PERIOD_S)
 

@@ -148,5 +148,6 @@ def up(
             if job.beside
             else "ranks that are ready stay ready"
         )
-        out.hint(f"wcache logs {next(iter(failures))} shows more; {stay}")
+        name = paths.rank(next(iter(failures))).id
+        out.hint(f"wcache logs {name} shows more; {stay}")
         raise typer.Exit(ExitCode.FAILED)

@@ -34,7 +34,8 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
         job.enable(failures)
     if failures:
         rank, reason = next(iter(failures.items()))
-        raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {rank} shows more")
+        name = paths.rank(rank).id
+        raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {name} shows more")
 
 
 def check_configured(wish: Wish, paths: InstancePaths, out: Output) -> None:

@@ -115,9 +115,10 @@ class Job:
         now = view(self.paths, leaving, self.supervisor)
         used = holders(now.values())
         if used:
+            names = [self.paths.rank(rank).id for rank in leaving]
             raise WcacheError(
                 f"{rank_words(leaving)} of the old layout stay: {'; '.join(used)}",
-                hint=f"stop these engines, then: wcache down {' '.join(map(str, leaving))}",
+                hint=f"stop these engines, then: wcache down {' '.join(map(str, names))}",
             )
         self.supervisor.disable(leaving)
         self.supervisor.stop(leaving)
@@ -134,7 +135,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
     views = view(paths, sorted({*local, *known_ranks(paths)}), supervisor)
     rollout = Rollout()
     if all(views[rank].serves(config) for rank in local):
-        rollout = decide(views, config)
+        rollout = decide(views, config, paths.instance)
         out.say(f"{rank_words(local)} {'holds' if len(local) == 1 else 'hold'} the wanted weights")
         if why := why_not_again(config, IdentityCache(paths.identity_folder)):
             out.warn(why)
@@ -145,7 +146,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         if args.model is None and not all(views[r].serves(config) or r in back for r in local):
             wanted = from_config(config, identities=IdentityCache(paths.identity_folder))
         taken = needs(wanted.checkpoint, config, out)
-        rollout = decide(views, config)
+        rollout = decide(views, config, paths.instance)
         # What an up that was interrupted has loaded has its memory already.
         held = [rank for rank in rollout.load if views[rank].holding(config) is not None]
         to_load = {*rollout.load, *rollout.fresh}.difference(back, held)
