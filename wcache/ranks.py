@@ -28,6 +28,7 @@ from wcache.supervise.interface import Supervisor, UnitReport
 ANSWER_TIMEOUT_S = 3.0
 _AT_ONCE = 16
 _COMMAND_LENGTH = 80
+_HOLDERS_TOLD = 8
 _DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")
 
 
@@ -285,6 +286,13 @@ def brief(difference: Difference) -> str:
 def holders(views: Iterable[RankView]) -> list[str]:
     """A line for each lease: whom to stop before weights can go."""
     return [f"rank {one.rank}: {_who(lease)}" for one in views for lease in one.leases]
+
+
+def first_of(used: Sequence[str]) -> str:
+    """The lines of :func:`holders` as one, of which a person can still see the end."""
+    more = len(used) - _HOLDERS_TOLD
+    told = "; ".join(used[:_HOLDERS_TOLD])
+    return f"{told}; and {more} more: wcache status lists them" if more > 0 else told
 
 
 def _who(lease: LeaseReport) -> str:

@@ -73,6 +73,14 @@ def test_a_load_of_other_weights_is_not_cut_off() -> None:
         decide({0: loading, 1: absent(1)}, B)
 
 
+def test_of_many_engines_the_first_are_named() -> None:
+    with pytest.raises(WcacheError) as caught:
+        decide({0: serving(0, of=A, leases=9), 1: serving(1, of=A, leases=3)}, B)
+    assert "pid 907 " in caught.value.message
+    assert "pid 908 " not in caught.value.message
+    assert "; and 4 more: wcache status lists them; content: " in caught.value.message
+
+
 def test_nothing_is_decided_about_a_daemon_that_does_not_answer() -> None:
     silent = RankView(rank=0, silence="rank 0 does not answer within 3 s", unit=unit(0))
     with pytest.raises(TryAgainError, match="does not answer") as caught:

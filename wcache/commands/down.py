@@ -7,7 +7,7 @@ import typer
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.errors import WcacheError
 from wcache.output import Output, counted
-from wcache.ranks import RankView, chosen, holders, rank_words, select, view
+from wcache.ranks import RankView, chosen, first_of, holders, rank_words, select, view
 from wcache.rollout.lock import DOWN, hold
 from wcache.units import size
 
@@ -40,7 +40,7 @@ def down(
         used = holders(found.values())
         if used and not force:
             raise WcacheError(
-                f"engines hold {counted(len(used), 'lease')}: {'; '.join(used)}",
+                f"engines hold {counted(len(used), 'lease')}: {first_of(used)}",
                 hint="stop these engines first, or say --force: they keep their memory until"
                 " they end",
             )
@@ -70,7 +70,7 @@ def down(
         out.say(f"{rank_words(up)} down, {size(held)} freed")
         return
     out.say(f"{rank_words(up)} down, {size(held)} given up")
-    out.warn("memory that engines have mapped is free only when they end: " + "; ".join(used))
+    out.warn(f"memory that engines have mapped is free only when they end: {first_of(used)}")
 
 
 def _silence(one: RankView) -> str:

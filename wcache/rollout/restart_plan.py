@@ -7,7 +7,7 @@ from wcache.config import Config
 from wcache.errors import WcacheError
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.ranks import RankView, brief, holders, rank_words
+from wcache.ranks import RankView, brief, first_of, holders, rank_words
 from wcache.units import size
 
 
@@ -82,4 +82,4 @@ def _outlook(
     new = sum(need.nbytes for need in taken)
     words = f"loading takes {size(new)} beside {size(held)} of old weights, served until then"
     used = holders(views[rank] for rank in ranks)
-    return f"{words}; engines keep the old: {'; '.join(used)}" if used else words
+    return f"{words}; engines keep the old: {first_of(used)}" if used else words

@@ -15,7 +15,7 @@ from wcache.memory.descriptor import SLAB_GRANULARITY
 from wcache.memory.slab import slab_sizes
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.ranks import RankView, holders, known_ranks, rank_words, read_config, view
+from wcache.ranks import RankView, first_of, holders, known_ranks, rank_words, read_config, view
 from wcache.rollout import follow, previous, together
 from wcache.rollout.up_plan import (
     LOADER_CONTEXT_BYTES,
@@ -117,7 +117,7 @@ class Job:
         if used:
             names = [self.paths.rank(rank).id for rank in leaving]
             raise WcacheError(
-                f"{rank_words(leaving)} of the old layout stay: {'; '.join(used)}",
+                f"{rank_words(leaving)} of the old layout stay: {first_of(used)}",
                 hint=f"stop these engines, then: wcache down {' '.join(map(str, names))}",
             )
         self.supervisor.disable(leaving)

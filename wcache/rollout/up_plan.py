@@ -9,7 +9,7 @@ from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
 from wcache.paths import RankId
-from wcache.ranks import RankView, brief, holders, rank_words
+from wcache.ranks import RankView, brief, first_of, holders, rank_words
 from wcache.units import size
 
 LOADER_CONTEXT_BYTES = CONTEXT_BYTES
@@ -96,7 +96,7 @@ def _check_leases(views: Mapping[int, RankView], rollout: Rollout, config: Confi
         why.append(f"{rank_words(one.rank for one in leaving)} would be gone")
     why = list(dict.fromkeys(why))
     raise WcacheError(
-        f"engines use weights that would be replaced: {'; '.join([*used, *why])}",
+        f"engines use weights that would be replaced: {'; '.join([first_of(used), *why])}",
         hint=_lease_hint(leaving),
     )
 

@@ -13,7 +13,7 @@ from wcache.errors import OutOfMemoryError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
 from wcache.output import Table, counted
-from wcache.ranks import RankView, brief, holders, rank_words
+from wcache.ranks import RankView, brief, first_of, holders, rank_words
 from wcache.reports import GenerationReport
 from wcache.rollout.up_plan import Need
 from wcache.units import size
@@ -183,7 +183,7 @@ def _check(plan: WarmPlan, views: Mapping[int, RankView], others: Iterable[Holdi
     replaced = [views[rank] for rank in plan.having("replace")]
     if used := holders(replaced):
         raise WcacheError(
-            f"engines use weights that would be freed: {'; '.join(used)}",
+            f"engines use weights that would be freed: {first_of(used)}",
             hint="memory that an engine has mapped is free only when it ends: stop these engines,"
             " or leave --replace out if both fit",
         )
