@@ -60,6 +60,7 @@ def test_other_weights_than_the_wanted_are_a_mismatch() -> None:
     drifted = msgspec.structs.replace(held, differences=serving_differences())
     found = status(RankView(rank=0, report=drifted, unit=unit(0, stored_fds=3)))
     assert found.exit_code == ExitCode.MISMATCH
+    assert next_step(found).startswith("wcache up loads what is wanted")
     assert problem_lines(found) == [
         "rank 0: serves other weights than the configuration wants: content: cached"
         " sha256:aaaaaaaaaaaa…, wanted sha256:bbbbbbbbbbbb…"

@@ -38,7 +38,7 @@ from wcache.doctor import (
 )
 from wcache.doctor import gpu as gpu_checks
 from wcache.errors import NoPermissionError, TryAgainError, WcacheError
-from wcache.fingerprint import Fingerprint
+from wcache.fingerprint import Difference, Fingerprint
 from wcache.install import Target, install, plan
 from wcache.protocol import Report
 from wcache.ranks import RankView
@@ -353,6 +353,18 @@ def test_a_rank_of_the_configuration_that_is_down_is_named(evidence: Make, place
     assert only(ranks.check_ranks, named).mend == "wcache up --instance draft"
     # One that is not part of it is down for good.
     assert results(ranks.check_ranks, evidence(config=publish_config(), views={1: down})) == ["ok"]
+
+
+def test_weights_that_the_configuration_does_not_want_are_a_fault(evidence: Make) -> None:
+    told = report(
+        generations=(serving(Fingerprint()),),
+        differences=(Difference(field="dtype", cached="auto", wanted="float16"),),
+    )
+    finding = only(ranks.check_ranks, evidence(views=up(told=told)))
+    assert finding.result == "fail"
+    assert "rank 0 serves other weights" in finding.detail
+    assert "dtype: cached auto, wanted float16" in finding.detail
+    assert finding.mend == "wcache up, or under running engines wcache warm"
 
 
 def test_what_no_boot_brings_back_is_said(evidence: Make, places: Places) -> None:

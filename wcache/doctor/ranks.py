@@ -15,7 +15,7 @@ from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, Wcache
 from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.permissions import who_may
-from wcache.ranks import RankView, rank_words
+from wcache.ranks import RankView, brief, rank_words
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 
@@ -28,7 +28,7 @@ def check_ranks(evidence: Evidence) -> Iterator[Finding]:
     if evidence.silence:
         mend = evidence.silence_mend or look_again(evidence)
         yield fail("ranks", f"can not be asked: {evidence.silence}", mend)
-    found = [*_silent(evidence), *_rivals(evidence), *_down(evidence)]
+    found = [*_silent(evidence), *_rivals(evidence), *_down(evidence), *_drifted(evidence)]
     yield from found
     up = sum(one.report is not None for one in evidence.views.values())
     if not found and not evidence.silence:
@@ -129,6 +129,23 @@ def _down(evidence: Evidence) -> Iterator[Finding]:
     if down:
         detail = f"{rank_words(down)} of the configuration {'is' if len(down) == 1 else 'are'} down"
         yield warn("ranks", detail, evidence.command("wcache up"))
+
+
+def _drifted(evidence: Evidence) -> Iterator[Finding]:
+    """Ranks with other weights than the configuration wants: status and verify exit with 5."""
+    by_field: dict[str, list[int]] = {}
+    for rank, one in evidence.views.items():
+        fields = "; ".join(map(brief, one.report.differences if one.report else ()))
+        if fields:
+            by_field.setdefault(fields, []).append(rank)
+    for fields, ranks in by_field.items():
+        verb = "serves" if len(ranks) == 1 else "serve"
+        yield fail(
+            "ranks",
+            f"{rank_words(ranks)} {verb} other weights than the configuration wants: {fields}",
+            f"{evidence.command('wcache up')}, or under running engines"
+            f" {evidence.command('wcache warm')}",
+        )
 
 
 def _rivals(evidence: Evidence) -> Iterator[Finding]:
