@@ -90,6 +90,14 @@ def test_in_the_foreground_the_configured_ranks_are_started(supervised: Supervis
     assert supervised.wait_active(1).state == "active"
 
 
+def test_in_the_foreground_an_absent_configuration_is_said(supervised: Supervised) -> None:
+    supervised.launch()
+    config = supervised.places.instance().config_file
+    assert f"{config} is not there: no rank is started" in supervised.log()
+    supervised.launch("other", "--empty")
+    assert supervised.log().count("is not there") == 1
+
+
 def test_a_configuration_that_can_not_be_read_ends_it_with_that_code(
     supervised: Supervised,
 ) -> None:

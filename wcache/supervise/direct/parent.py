@@ -395,6 +395,10 @@ def run(
         adopted = parent.adopt()
         if is_configured:
             _start_configured(parent, paths, adopted)
+        elif start_configured and not adopted:
+            log.warning(
+                "%s is not there: no rank is started until wcache up --model …", paths.config_file
+            )
         if ready_fd is not None:
             with contextlib.suppress(OSError):  # whoever waited has gone
                 os.write(ready_fd, b"\n")
