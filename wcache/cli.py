@@ -40,7 +40,7 @@ def _wcache(
     """Keep a model's finished weights in memory while inference engines come and go.
 
     Exit codes: 0 done, 1 failed, 2 usage, 3 not ready, 4 no such rank, 5 mismatch or corrupt,
-    75 try again, 77 no permission, 78 configuration.
+    75 try again, 77 no permission, 78 configuration, 130 interrupted.
     """
 
 
