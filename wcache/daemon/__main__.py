@@ -78,7 +78,6 @@ def _serve(
     """One loop: serve, ping the watchdog, free what is drained, say how it goes."""
     step_s = min(STEP_S, notifier.watchdog_s / 4) if notifier.watchdog_s else STEP_S
     housekeeping = 0.0
-    is_ready = False
     while not signals.stop and not rank.failed:
         server.step(step_s)
         now = time.monotonic()
@@ -89,9 +88,8 @@ def _serve(
             housekeeping = now
             notifier.mention("WATCHDOG=1")
             # A cleaner of /tmp may have taken either of them, or a full disk have no room for one.
-            was_ready, is_ready = is_ready, paths.ready_file.exists()
-            is_lost = was_ready and not is_ready
-            if server.restore() or is_lost or rank.announcement.problem:
+            is_lost = rank.announcement.problem or not paths.ready_file.exists()
+            if server.restore() or is_lost:
                 rank.announce()
             rank.refresh_configuration()
             server.apply_access(rank.access)
