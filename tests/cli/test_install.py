@@ -65,6 +65,20 @@ def test_a_users_units_go_to_the_users_folder(places: Places) -> None:
     assert "no systemd runs here" in done.stderr
 
 
+def test_links_that_uninstall_leaves_are_removed_by_one_command(places: Places) -> None:
+    home = places.root / "home"
+    extra = {"XDG_CONFIG_HOME": str(home), "XDG_RUNTIME_DIR": str(home)}
+    assert wcache(places, "install", "--user", extra=extra).code == 0
+    wants = home / "systemd/user/wcache.target.wants"
+    wants.mkdir()
+    for name in ("wcache@0.service", "wcache@draft:1.service"):
+        (wants / name).symlink_to(home / "systemd/user/wcache@.service")
+    assert "lead nowhere" not in wcache(places, "uninstall", "--user", "-n", extra=extra).stderr
+    done = wcache(places, "uninstall", "--user", extra=extra)
+    assert "2 links of units that a boot started lead nowhere now" in done.stderr
+    assert "systemctl --user disable wcache@0.service wcache@draft:1.service\n" in done.stderr
+
+
 @pytest.mark.process
 def test_uninstall_is_refused_while_ranks_hold_weights(
     places: Places, store: Store, start: Start

@@ -19,7 +19,7 @@ from wcache.commands.options import QuietOption
 from wcache.errors import NoPermissionError, UsageError, WcacheError
 from wcache.install import Change, Target, plan
 from wcache.install import uninstall as uninstall_files
-from wcache.output import Output
+from wcache.output import Output, counted
 from wcache.paths import RankId, RankPaths, run_folder
 from wcache.ranks import ask
 from wcache.units import size
@@ -57,8 +57,10 @@ def uninstall(
         if change.action == "kept":
             out.warn(f"{change.path} was edited and is kept: remove it yourself")
     systemctl = "systemctl --user" if user else "systemctl"
-    for link in _enabled(target) if root is None else ():
-        out.warn(f"{link} still names a unit: {systemctl} disable {link.name} removes it")
+    if root is None and (links := _enabled(target)):
+        names = " ".join(link.name for link in links)
+        out.warn(f"{counted(len(links), 'link')} of units that a boot started lead nowhere now")
+        out.hint(f"{systemctl} disable {names}")
 
 
 def _holding() -> Iterator[str]:
