@@ -4,6 +4,7 @@ import logging
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from wcache.errors import (
     NoSuchRankError,
     OutOfMemoryError,
     TryAgainError,
+    WcacheError,
 )
 from wcache.fingerprint import compare, wanted_by
 from wcache.load import job
@@ -278,3 +280,14 @@ def test_a_manifest_is_json_that_reads_back(tmp_path: Path) -> None:
         manifest = manifest_of(daemon.generation)
         again = msgspec.json.decode(msgspec.json.encode(manifest), type=type(manifest))
         assert again == manifest
+
+
+def test_a_temporary_folder_without_room_is_named_and_no_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under systemd, where the unit may write to nothing else and /run is full."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    monkeypatch.setenv("TMPDIR", "/proc/none")
+    with pytest.raises(WcacheError, match="no temporary file can be written to /proc/none"):
+        job.check_temporary_folder()

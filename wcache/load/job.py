@@ -1,7 +1,9 @@
 """One load from its order to its publication: what ``python -m wcache.load RANK`` does."""
 
 import logging
+import os
 import secrets
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +12,7 @@ from wcache import fp8, gate
 from wcache.checkpoint import Checkpoint, Identity, IdentityCache, open_checkpoint
 from wcache.config import Config
 from wcache.control import Control
-from wcache.errors import CheckpointError, NoSuchRankError, TryAgainError
+from wcache.errors import CheckpointError, NoSuchRankError, TryAgainError, WcacheError
 from wcache.fingerprint import Fingerprint, digest_of, held_from
 from wcache.load.order import PUBLISH_S, ask_load, check_content
 from wcache.load.placement import plan
@@ -56,6 +58,7 @@ def run(rank_id: RankId) -> None:
             if order is None:
                 return
             with failure_told(control):
+                check_temporary_folder()
                 if order.config.model.loader == "vllm":
                     from wcache.engines.vllm.alone import load as load_with_vllm
 
@@ -67,6 +70,18 @@ def run(rank_id: RankId) -> None:
                 f"the daemon of rank {rank_id} went away during the load: {error}",
                 hint="the load starts again when the daemon is back",
             ) from None
+
+
+def check_temporary_folder() -> None:
+    """torch and engines want one that has room; raises :class:`WcacheError` where there is none."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        folder = os.environ.get("TMPDIR") or "/tmp"
+        raise WcacheError(
+            f"no temporary file can be written to {folder}",
+            hint=f"df {folder} shows it: make room there, then: wcache up",
+        ) from None
 
 
 def connect_when_up(paths: RankPaths, *, timeout_s: float = CONNECT_S) -> Control:
@@ -109,7 +124,7 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
     memory = rank_memory(config, rank)
     sizes = check_memory(config, memory, rank, planned.total_bytes)
     log.info(
-        "loading generation %d: %d tensors, %s of %s, from %s",
+        "loading generation %d: %d tensors, %s, from %s in %s",
         order.generation, len(planned.targets), size(planned.weight_bytes),
         size(checkpoint.total_bytes), checkpoint.path,
     )  # fmt: skip
