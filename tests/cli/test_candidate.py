@@ -84,3 +84,12 @@ def test_a_second_look_reads_no_samples(
     assert len(sampled) == 1
     look(old, places.instance(), model)
     assert len(sampled) == 1
+
+
+def test_other_weights_are_filled_by_the_loader_of_before(places: Places) -> None:
+    """What another loader lays out, the engines that attach could not take."""
+    before, model = (write_llama(places.root / name) for name in ("before", "model"))
+    old = Config(model=ModelSection(path=str(before), loader="vllm", dtype="bfloat16"))
+    for args in (Args(model=str(model)), Args(dtype="float16")):
+        found = candidate(args, old, places.instance(), previous=False).config.model
+        assert found.loader == "vllm"

@@ -19,6 +19,7 @@ def candidate(args: Args, old: Config, paths: InstancePaths, *, previous: bool) 
     """The configuration that is to be met, with its checkpoint if that had to be looked at.
 
     Layout, memory and access are those of ``old``: other ones need other ranks, and ``wcache up``.
+    So is the loader: engines could not take what another one makes.
     Raises :class:`WcacheError` when there is none that ``warm`` can meet.
     """
     if previous:
@@ -65,6 +66,7 @@ def _chosen(args: Args, old: Config, identities: IdentityCache) -> Wanted:
         args,
         model=model,
         revision=revision,
+        loader=old.model.loader,
         dtype=args.dtype or old.model.dtype,
         quantization=args.quantization or old.model.quantization,
         device=old.memory.device,
