@@ -35,9 +35,9 @@ class FakeEngine:
     def wish(self, argv: Sequence[str]) -> Wish:
         return Wish(model=argv[0])
 
-    def loader(self, wish: Wish) -> Loader:
+    def loaders(self, wish: Wish) -> Sequence[Loader]:
         del wish
-        return "publish"
+        return ("publish",)
 
     def launch(self, argv: Sequence[str], orders: Orders) -> Launch:
         return Launch(argv=tuple(argv), environment=orders.environment())

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from wcache.config import Config, LayoutSection, MemorySection, ModelSection
+from wcache.config import Config, LayoutSection, Loader, MemorySection, ModelSection
 from wcache.engines import engine_for
 from wcache.engines.interface import Probe, Sign, Wish
 from wcache.engines.orders import Orders
@@ -12,6 +12,8 @@ from wcache.engines.vllm import versions
 from wcache.engines.vllm.launch import Vllm
 from wcache.errors import UsageError, WcacheError
 from wcache.fingerprint import wanted_by
+from wcache.rollout.bring_up import asked_for
+from wcache.rollout.wanted import Args
 
 pytestmark = pytest.mark.unit
 
@@ -238,3 +240,30 @@ def test_a_version_that_nobody_has_tried_is_told_of(version: str, said: str) -> 
     told = versions.untried(version)
     assert said in told
     assert bool(told) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("configured", "options", "kept", "dtype"),
+    [
+        ("vllm", (), "vllm", "float16"),
+        ("vllm", ("--dtype", "half"), "vllm", "float16"),
+        ("vllm", ("--dtype", "float"), "vllm", "float32"),
+        ("publish", ("--dtype", "half"), "publish", None),
+        ("safetensors", (), "publish", None),
+    ],
+)
+def test_daemon_mode_keeps_a_loader_whose_weights_vllm_takes(
+    configured: Loader, options: tuple[str, ...], kept: Loader, dtype: str | None
+) -> None:
+    """After a reboot nobody else would fill the ranks."""
+    old = Config(model=ModelSection(path="/models/m", loader=configured, dtype="float16"))
+    wish = VLLM.wish(["vllm", "serve", "/models/m", "-tp", "2", *options])
+    args = asked_for(VLLM, wish, old)
+    assert (args.model, args.loader, args.dtype, args.tp) == ("/models/m", kept, dtype, 2)
+
+
+def test_daemon_mode_has_the_first_engine_publish_where_nothing_is_configured() -> None:
+    wish = VLLM.wish(["vllm", "serve", "/models/m", "--dtype", "float16"])
+    assert asked_for(VLLM, wish, None) == Args(
+        model="/models/m", loader="publish", tp=1, pp=1, dp=1
+    )

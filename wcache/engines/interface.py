@@ -87,8 +87,11 @@ class Engine(Protocol):
     def runs_ranks_in_order(self) -> bool:
         """Whether rank n runs on the nth GPU that it sees, wherever that rank's weights are."""
 
-    def loader(self, wish: Wish) -> Loader:
-        """The loader by which ``wcache run --mode daemon`` has the ranks filled."""
+    def loaders(self, wish: Wish) -> Sequence[Loader]:
+        """Those that fill ranks as this engine wants them.
+
+        ``wcache run --mode daemon`` takes the first one where none of them is configured.
+        """
 
     def recognises(self, argv: Sequence[str]) -> bool:
         """True for a command that starts this engine."""

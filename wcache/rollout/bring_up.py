@@ -1,5 +1,8 @@
 """Brings the ranks up that an engine asks for, before it is started."""
 
+from collections.abc import Mapping
+
+from wcache.config import Config, DType, Loader
 from wcache.engines.interface import Engine, Wish
 from wcache.errors import UsageError, WcacheError
 from wcache.output import Output, counted
@@ -9,6 +12,12 @@ from wcache.rollout.lock import hold
 from wcache.rollout.up_job import prepare
 from wcache.rollout.wanted import Args
 from wcache.supervise import supervisor_for
+
+_DTYPES: Mapping[str, DType] = {
+    "bfloat16": "bfloat16", "float16": "float16", "half": "float16",
+    "float32": "float32", "float": "float32",
+}  # fmt: skip
+"""As engines have them; what is none of these is for the engine to refuse."""
 
 
 def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> None:
@@ -22,10 +31,7 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
     if wish.model is None:
         check_configured(wish, paths, out)
     else:
-        args = Args(
-            model=wish.model, revision=wish.revision, loader=engine.loader(wish),
-            tp=wish.tp, pp=wish.pp, dp=wish.dp,
-        )  # fmt: skip
+        args = asked_for(engine, wish, read_config(paths))
     supervisor = supervisor_for(paths.instance)
     with hold(paths, "wcache run"):
         job = prepare(args, paths, supervisor, out)
@@ -36,6 +42,25 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
         rank, reason = next(iter(failures.items()))
         name = paths.rank(rank).id
         raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {name} shows more")
+
+
+def asked_for(engine: Engine, wish: Wish, old: Config | None) -> Args:
+    """The options of ``wcache up`` for ``wish``, which has a model.
+
+    A loader that is configured stays where ``engine`` can take what it makes: without it, nobody
+    would fill the ranks after a reboot.
+    """
+    loaders = engine.loaders(wish)
+    loader: Loader = loaders[0]
+    dtype: DType | None = None
+    if old is not None and old.model.loader in loaders:
+        loader = old.model.loader
+    if old is not None and loader != "publish":
+        dtype = _DTYPES.get(wish.dtype or "", old.model.dtype)
+    return Args(
+        model=wish.model, revision=wish.revision, loader=loader, dtype=dtype,
+        tp=wish.tp, pp=wish.pp, dp=wish.dp,
+    )  # fmt: skip
 
 
 def check_configured(wish: Wish, paths: InstancePaths, out: Output) -> None:

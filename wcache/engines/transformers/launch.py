@@ -34,10 +34,10 @@ class Transformers:
     runs_ranks_in_order = False
     """``from_cache()`` computes on the GPU that has the weights."""
 
-    def loader(self, wish: Wish) -> Loader:
+    def loaders(self, wish: Wish) -> Sequence[Loader]:
         """A checkpoint's own layout is what transformers computes with."""
         del wish
-        return "safetensors"
+        return ("safetensors",)
 
     def recognises(self, argv: Sequence[str]) -> bool:
         return _launcher(argv) is not None

@@ -49,10 +49,11 @@ class Vllm:
     marks: Sequence[Mark] = _MARKS
     runs_ranks_in_order = True
 
-    def loader(self, wish: Wish) -> Loader:
-        """The first engine fills its ranks: only it knows how it fuses and lays out weights."""
+    def loaders(self, wish: Wish) -> Sequence[Loader]:
+        """The first engine fills its ranks, or vLLM's own loader: only they know how it fuses and
+        lays out weights."""
         del wish
-        return "publish"
+        return ("publish", "vllm")
 
     def recognises(self, argv: Sequence[str]) -> bool:
         return Arguments.of(argv) is not None
