@@ -264,6 +264,22 @@ def test_a_miss_reads_the_disk_and_says_so(
     assert "MISMATCH: rank 0 reads its weights from disk, because" in caplog.text
 
 
+def test_what_another_engine_has_fused_is_a_mismatch(
+    daemon: TinyDaemon, ordered: None, events: Path, model: Path
+) -> None:
+    """Its tensors could be bound by none of their names."""
+    content = identify(open_checkpoint(model)).digest
+    fingerprint = Fingerprint(model=str(model), content=content, engine="vllm", tp_size=1)
+    fused = {"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(4, 4)}
+    daemon.serve(*cached(Holder(fused), fingerprint=fingerprint))
+    found = from_cache(model)
+    assert found.wcache_attachment is None
+    assert outcome(events).outcome == "mismatch"
+    assert outcome(events).reason.startswith("rank 0 holds tensors as vllm fuses")
+    with pytest.raises(MismatchError, match="holds tensors as vllm fuses"):
+        from_cache(model, fallback=False)
+
+
 def test_the_disk_gives_what_the_cache_would(
     served: TinyDaemon, places: Places, model: Path
 ) -> None:

@@ -17,7 +17,7 @@ from wcache.engines.transformers.model import build, check_device, check_is_whol
 from wcache.engines.transformers.place import Place, leave
 from wcache.engines.transformers.source import Source
 from wcache.errors import MismatchError, UsageError, WcacheError
-from wcache.fingerprint import Fingerprint
+from wcache.fingerprint import Difference, Fingerprint
 from wcache.hub import is_hub_id, resolve_model
 from wcache.paths import RankId, check_instance_name
 
@@ -109,6 +109,10 @@ def _from_cache(
         raise
 
 
+_FUSING = ("vllm", "sglang")
+"""Engines whose finished weights have other names and shapes than the checkpoint's."""
+
+
 def _asked(model: str | Path | None, wanted: Fingerprint | None) -> Fingerprint | None:
     """``wanted``, and what tells the weights of ``model`` from all others.
 
@@ -126,6 +130,18 @@ def _asked(model: str | Path | None, wanted: Fingerprint | None) -> Fingerprint 
         return msgspec.structs.replace(named, model=str(model))
     content = identify(open_checkpoint(folder)).digest
     return msgspec.structs.replace(named, content=content)
+
+
+def _check_names(held: Fingerprint, rank: RankId) -> None:
+    """Raises :class:`MismatchError` for tensors that another engine has fused and renamed."""
+    if held.engine not in _FUSING:
+        return
+    raise MismatchError(
+        f"rank {rank} holds tensors as {held.engine} fuses and lays them out, which transformers"
+        " does not take",
+        differences=(Difference("engine", held.engine, "transformers"),),
+        hint="wcache up --instance NAME --model … has those of the checkpoint beside them",
+    )
 
 
 class _Start:
@@ -199,6 +215,7 @@ class _Start:
             raise
         try:
             held = attachment.fingerprint
+            _check_names(held, self._rank_id)
             check_is_whole(held, held.tp_size or 1)
             self._place.check(held)
         except BaseException:
