@@ -76,6 +76,16 @@ def test_the_table_shows_the_slowest_rank_of_each_step() -> None:
     assert lines[2].split() == ["-", "map", "0.200", "s", "-", "event"]
 
 
+def test_the_steps_of_one_level_do_not_count_a_second_twice() -> None:
+    line = Timeline()
+    line.end("weights", 0.4, "event")
+    told = steps([event("fetch", seconds=0.1), event("build", seconds=0.2),
+                  event("attach", seconds=0.3)])  # fmt: skip
+    lines = table(record(phases=line.phases(), steps=told)).lines()
+    names = [text.partition("0.")[0].strip() for text in lines[2:]]
+    assert names == ["- attach", "- - fetch", "- - build"]
+
+
 def test_one_rank_that_read_the_disk_makes_a_miss() -> None:
     told = [
         event("outcome", outcome="hit", rank=0, reason="attached"),

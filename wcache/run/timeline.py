@@ -25,8 +25,11 @@ PHASES = (
 """What a start can consist of. An engine's log tells the end of some of them; the time of one that
 it does not tell is part of the next one that it does."""
 
-STEPS = ("fetch", "map", "build", "bind", "process", "attach", "publish", "read")
+STEPS = ("attach", "fetch", "map", "build", "bind", "process", "read", "publish")
 """What the phase ``weights`` consists of, as the engine's half of an adapter reports it."""
+
+OF_ATTACH = ("fetch", "map", "build", "bind", "process")
+"""The steps whose time is in that of ``attach`` too."""
 
 VERSION = 1
 MAX_RECORD_BYTES = 4 << 20
@@ -138,13 +141,15 @@ def read_events(path: Path) -> list[Event]:
 
 
 def table(record: Record) -> Table:
-    """Phases, and below ``weights`` its steps by the slowest rank."""
+    """Phases, and below ``weights`` its steps by the slowest rank, below what each is part of."""
     shown = Table("PHASE", ">TIME", ">AT", "TOLD BY")
     for phase in record.phases:
         shown.add(phase.name, _seconds(phase.seconds), _seconds(phase.end_s), phase.source)
         if phase.name == "weights":
-            for name, seconds in _slowest(record.steps):
-                shown.add(f"- {name}", _seconds(seconds), None, "event")
+            slowest = dict(_slowest(record.steps))
+            for name, seconds in slowest.items():
+                dash = "- -" if name in OF_ATTACH and "attach" in slowest else "-"
+                shown.add(f"{dash} {name}", _seconds(seconds), None, "event")
     return shown
 
 
