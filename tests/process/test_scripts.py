@@ -120,6 +120,17 @@ def test_a_script_that_never_asks_runs_as_it_would_and_nothing_is_claimed(places
     assert (told.outcome, told.reason, told.phases) == (None, "", ())
 
 
+def test_a_server_that_ends_before_it_asks_is_no_script_without_from_cache(
+    places: Places, tmp_path: Path
+) -> None:
+    server = tmp_path / "vllm"
+    server.write_text("#!/bin/sh\nexit 9\n")
+    server.chmod(0o755)
+    done = run("--", str(server), "serve", "m", "--port", "1")
+    assert done.returncode == 9
+    assert done.stderr == "the engine ended before it asked for weights: its own log says why\n"
+
+
 def test_a_script_that_can_not_use_what_it_got_has_asked(
     places: Places, daemon: TinyDaemon, model: Path
 ) -> None:

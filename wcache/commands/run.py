@@ -232,6 +232,8 @@ def _silence(record: "Record") -> str:
     """What to say of a run of which no outcome was told."""
     if record.steps or any(phase.source == "event" for phase in record.phases):
         return "the cache was asked for weights, and none were taken: the engine's own log says why"
+    if record.ready_s is None and record.engine != "transformers":
+        return "the engine ended before it asked for weights: its own log says why"
     return "no model was made by from_cache(), and no engine told of its weights"
 
 
