@@ -11,6 +11,7 @@ import typer.main
 
 import wcache
 from wcache.errors import ConfigError, ExitCode, WcacheError
+from wcache.hints import for_instance, instance_of
 from wcache.permissions import as_root
 from wcache.streams import StdoutError, stdout_error, talk
 
@@ -130,7 +131,7 @@ def _report(error: WcacheError, words: Sequence[str]) -> None:
     for line in problems or (error.message,):
         talk(f"error: {line}")
     if error.hint:
-        talk(f"hint: {error.hint}")
+        talk(f"hint: {for_instance(error.hint, instance_of(words))}")
     if error.exit_code is ExitCode.NO_PERMISSION and os.geteuid():
         talk(f"hint: as root: {as_root(words)}")
 

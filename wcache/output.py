@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from wcache.hints import for_instance
 from wcache.streams import put, talk
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ class Output:
     stderr. Colour is used on a terminal alone, and never under NO_COLOR (no-color.org).
     """
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, instance: str = "") -> None:
         self.as_json = as_json
         self.quiet = quiet
         """Say nothing but data, warnings and errors."""
+        self._instance = instance
 
     def say(self, text: str) -> None:
         """One line for a person."""
@@ -70,7 +72,7 @@ class Output:
 
     def hint(self, text: str) -> None:
         """What to do about the errors before it."""
-        talk(f"hint: {text}")
+        talk(f"hint: {for_instance(text, self._instance)}")
 
     def data(self, value: msgspec.Struct, *tables: "Table") -> None:
         """``value`` as one JSON document, or else ``tables`` for a person; both on stdout."""

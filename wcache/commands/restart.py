@@ -53,7 +53,7 @@ def restart(
     """
     from wcache.supervise import supervisor_for
 
-    out = Output(quiet=quiet)
+    out = Output(quiet=quiet, instance=instance)
     paths, named = select(instance, ranks or [])
     wanted = chosen(paths, named)
     supervisor = supervisor_for(paths.instance)

@@ -106,7 +106,7 @@ def up(
     args.check()
     paths = InstancePaths.of(instance)
     supervisor = supervisor_for(paths.instance)
-    out = Output(quiet=quiet)
+    out = Output(quiet=quiet, instance=instance)
     if supervisor.kind == "direct" and units_missing():
         out.say("systemd is not asked: wcache install gives it the units, and a reboot the weights")
     elif units_unused(supervisor):

@@ -44,7 +44,7 @@ def verify(
     """
     from wcache.verify import Result, Verification, Verifier
 
-    out = Output(as_json=as_json, quiet=quiet)
+    out = Output(as_json=as_json, quiet=quiet, instance=instance)
     depth = _depth(quick=quick, parity=parity, repair=repair)
     paths, named = select(instance, ranks or [])
     wanted = chosen(paths, named)

@@ -76,7 +76,7 @@ def warm(
     from wcache.rollout.wanted import Args
     from wcache.supervise import supervisor_for
 
-    out = Output(as_json=as_json, quiet=quiet)
+    out = Output(as_json=as_json, quiet=quiet, instance=instance)
     _check_options(replace=replace, keep_old=keep_old, page_cache=page_cache)
     paths, named = select(instance, ranks or [])
     args = Args(model=model, revision=revision, dtype=dtype, quantization=quantization)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import msgspec
+
 import wcache
 from wcache.doctor.evidence import Evidence, Machine, Manager, gather
 from wcache.doctor.finding import Diagnosis, Finding
@@ -36,6 +38,7 @@ from wcache.doctor.service import (
     check_systemd,
     check_units,
 )
+from wcache.hints import for_instance
 from wcache.install import Planned
 
 __all__ = [
@@ -81,7 +84,10 @@ CHECKS: tuple[Check, ...] = (
 def diagnose(evidence: Evidence, planned: list[Planned]) -> Diagnosis:
     """Runs every check; ``planned`` are the units as this wcache would install them."""
     checks: list[Check] = [check_systemd, partial(check_units, planned=planned), *CHECKS]
-    findings = tuple(finding for check in checks for finding in check(evidence))
-    return Diagnosis(
-        wcache=wcache.__version__, instance=evidence.instance.instance, findings=findings
+    instance = evidence.instance.instance
+    findings = tuple(
+        msgspec.structs.replace(finding, mend=for_instance(finding.mend, instance))
+        for check in checks
+        for finding in check(evidence)
     )
+    return Diagnosis(wcache=wcache.__version__, instance=instance, findings=findings)

@@ -146,7 +146,7 @@ def check_claims(evidence: Evidence) -> Iterator[Finding]:
             yield warn(
                 "GPUs",
                 f"{uuid} is also named by the instance {name or 'default'}: both must fit",
-                "wcache status" + (f" --instance {name}" if name else ""),
+                "wcache status" + (f" --instance {name}" if name else ", without --instance"),
             )
 
 

@@ -1,6 +1,7 @@
 """Checks of the configuration, and of the checkpoint against what was loaded from it."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -106,7 +107,8 @@ def _changed(evidence: Evidence, found: Identity) -> Iterator[Finding]:
     if config is None:
         return
     path = config.model.path
-    mend = f"wcache up --model {config.model.hub_id or path} … loads it as it is now"
+    named = shlex.quote(config.model.hub_id or path)
+    mend = f"wcache up --model {named} … loads it as it is now"
     if config.model.content not in (None, found.digest):
         yield fail("checkpoint", f"{path} is not what the configuration was written for", mend)
     other = [

@@ -7,6 +7,7 @@ import torch
 from wcache.client import Attachment
 from wcache.engines.orders import Orders, Outcome, report
 from wcache.errors import MismatchError, OutOfMemoryError, WcacheError
+from wcache.hints import for_instance
 from wcache.memory.available import available_bytes
 from wcache.paths import RankId
 from wcache.units import size
@@ -50,7 +51,7 @@ class Account:
             raise why
         if room is not None:
             self._check_room(*room, why)
-        hint = f" ({why.hint})" if why.hint else ""
+        hint = f" ({for_instance(why.hint, self._rank.instance)})" if why.hint else ""
         self._log.warning(
             "wcache: %s: rank %s reads its weights from disk, because %s%s",
             outcome.upper(), self._rank, why.message, hint,

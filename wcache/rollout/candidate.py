@@ -1,5 +1,6 @@
 """From the options of ``warm`` to the configuration whose weights are to be served."""
 
+import shlex
 from dataclasses import replace
 
 import msgspec
@@ -102,7 +103,8 @@ def checkpoint_of(wanted: Wanted, paths: InstancePaths) -> Checkpoint:
         identities = IdentityCache(paths.identity_folder)
         found = from_config(wanted.config, identities=identities).checkpoint
     except MismatchError as error:
-        error.hint = f"wcache warm --model {wanted.config.model.path} takes what is there now"
+        named = shlex.quote(wanted.config.model.path)
+        error.hint = f"wcache warm --model {named} takes what is there now"
         raise
     if found is None:
         raise WcacheError("what an engine publishes can not be read", hint=_PUBLISHED)

@@ -157,7 +157,8 @@ def _memory_hint(device: str, held: int, others: list[Holding]) -> str:
         )
     if others:
         name = max(others, key=lambda holding: holding.nbytes).id.instance
-        return f"wcache down{f' --instance {name}' if name else ''} frees what that one holds"
+        named = f" --instance {name}" if name else ", without --instance,"
+        return f"wcache down{named} frees what that one holds"
     if device == "cpu":
         return "stop what uses the memory, or spread the ranks with --nnodes"
     return (

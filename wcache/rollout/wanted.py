@@ -1,6 +1,7 @@
 """From the options of ``up`` to the configuration that it writes."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,9 +147,10 @@ def from_config(config: Config, *, identities: IdentityCache | None = None) -> W
     gate.check(checkpoint)
     content = config.model.content
     if content is not None and _identify(checkpoint, identities).digest != content:
+        named = shlex.quote(config.model.path)
         raise MismatchError(
             f"{config.model.path} is not the checkpoint that the configuration was written for",
-            hint=f"if it was changed on purpose: wcache up --model {config.model.path} …",
+            hint=f"if it was changed on purpose: wcache up --model {named} …",
         )
     return Wanted(config=config, checkpoint=checkpoint)
 

@@ -18,6 +18,7 @@ from wcache.engines.transformers.place import Place, leave
 from wcache.engines.transformers.source import Source
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.fingerprint import Difference, Fingerprint
+from wcache.hints import for_instance
 from wcache.hub import is_hub_id, resolve_model
 from wcache.paths import RankId, check_instance_name
 
@@ -73,7 +74,10 @@ def from_cache(
         )  # fmt: skip
     except WcacheError as error:
         if error.hint:
-            error.add_note(f"hint: {error.hint}")  # a script ends with a traceback
+            name = Orders.given().instance if instance is None else instance
+            error.add_note(
+                f"hint: {for_instance(error.hint, name)}"
+            )  # a script ends with a traceback
         raise
 
 
