@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from wcache.errors import WcacheError
+
 # Those that are about one instance, and about the default one where none is named.
 _COMMAND = re.compile(r"\bwcache (?:up|down|restart|status|verify|warm|rollback|run|logs|doctor)\b")
 
@@ -16,6 +18,12 @@ def for_instance(hint: str, instance: str) -> str:
     if not instance or "--instance" in hint:
         return hint
     return _COMMAND.sub(lambda found: f"{found[0]} --instance {instance}", hint)
+
+
+def note(error: WcacheError, instance: str) -> None:
+    """Has the hint of ``error`` be shown below its traceback, which is how an engine ends."""
+    if error.hint:
+        error.add_note(f"hint: {for_instance(error.hint, instance)}")
 
 
 def instance_of(words: Sequence[str]) -> str:

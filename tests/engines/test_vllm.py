@@ -180,4 +180,5 @@ def test_a_fine_tune_of_the_same_layout_is_a_mismatch(
         assert server.process.returncode != 0
     assert record.outcome == "mismatch"
     assert "content: cached sha256:" in record.reason
+    assert "hint: wcache status shows what is held" in server.log.read_text()
     assert len(report(rank).leases) == 2

@@ -280,6 +280,12 @@ def test_what_another_engine_has_fused_is_a_mismatch(
         from_cache(model, fallback=False)
 
 
+def test_the_hint_below_a_traceback_names_the_instance(places: Places, model: Path) -> None:
+    with pytest.raises(NoSuchRankError) as raised:
+        from_cache(model, instance="a")
+    assert raised.value.__notes__ == ["hint: wcache status --instance a shows which ranks are up"]
+
+
 def test_the_disk_gives_what_the_cache_would(
     served: TinyDaemon, places: Places, model: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """``from_cache``: the one line by which a script takes its model from the cache, or from disk."""
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,14 @@ import torch
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.client import Attachment, attach
 from wcache.engines.account import Account
-from wcache.engines.orders import Orders, is_ordered, report
+from wcache.engines.orders import INSTANCE, Orders, is_ordered, report
 from wcache.engines.transformers.disk import Disk
 from wcache.engines.transformers.model import build, check_device, check_is_whole, keep
 from wcache.engines.transformers.place import Place, leave
 from wcache.engines.transformers.source import Source
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.fingerprint import Difference, Fingerprint
-from wcache.hints import for_instance
+from wcache.hints import note
 from wcache.hub import is_hub_id, resolve_model
 from wcache.paths import RankId, check_instance_name
 
@@ -73,11 +74,7 @@ def from_cache(
             options={"attn_implementation": attn_implementation, "overrides": config_overrides},
         )  # fmt: skip
     except WcacheError as error:
-        if error.hint:
-            name = Orders.given().instance if instance is None else instance
-            error.add_note(
-                f"hint: {for_instance(error.hint, name)}"
-            )  # a script ends with a traceback
+        note(error, os.environ.get(INSTANCE, "") if instance is None else instance)
         raise
 
 

@@ -28,6 +28,7 @@ from wcache.errors import (
     WcacheError,
 )
 from wcache.fingerprint import compare
+from wcache.hints import note
 from wcache.load.report import ProgressReport, failure_told
 from wcache.paths import RankPaths
 from wcache.protocol import Report
@@ -81,6 +82,13 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
         """
         if told := versions.untried(str(vllm.__version__)):
             log.warning("wcache: %s", told)
+        try:
+            return self._loaded(vllm_config, model_config, prefix)
+        except WcacheError as error:
+            note(error, self._orders.instance)
+            raise
+
+    def _loaded(self, vllm_config: Any, model_config: Any, prefix: str) -> torch.nn.Module:
         check_is_target(vllm_config, model_config)
         check_features(vllm_config)
         load = _Load(self._orders, self.load_config, vllm_config, model_config, prefix)
