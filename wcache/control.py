@@ -65,6 +65,10 @@ class SilentDaemonError(NoSuchRankError):
     """Somebody listens and does not answer: a daemon that is stuck, not one that is absent."""
 
 
+class EndedDaemonError(NoSuchRankError):
+    """Somebody listened, and ended: a daemon that its supervisor starts again."""
+
+
 def refusal_error(refusal: Refused) -> WcacheError:
     """The exception that ``refusal`` becomes; it carries the refusal as ``refusal``."""
     error = _REFUSALS.get(refusal.reason, RefusedError)(refusal.message, hint=refusal.hint)
@@ -165,9 +169,12 @@ class Control:
                 raise ProtocolError(
                     f"{paths.socket} is answered by rank {welcome.instance}:{welcome.rank}"
                 )
-        except ConnectionError as error:
+        except ConnectionError:
             channel.close()
-            raise NoSuchRankError(f"daemon of rank {paths.id} has just ended: {error}") from None
+            raise EndedDaemonError(
+                f"daemon of rank {paths.id} has just ended",
+                hint="it keeps the weights and comes back: try again",
+            ) from None
         except TimeoutError as error:
             channel.close()
             raise SilentDaemonError(f"daemon of rank {paths.id} does not answer: {error}") from None

@@ -21,7 +21,7 @@ from tests.processes import PATIENCE_S, wait_for
 from tests.tiny_daemon import Question, TinyDaemon
 from tests.weights import FINGERPRINT, Holder, cached
 from wcache import manifest as manifests
-from wcache.client import attach
+from wcache.client import attach, connect
 from wcache.control import SilentDaemonError, own_command
 from wcache.errors import (
     ManifestError,
@@ -334,7 +334,23 @@ def test_absent_daemon_is_no_such_rank(places: Places) -> None:
         attach(instance="../etc")
 
 
-def test_daemon_that_dies_while_it_is_asked(daemon: TinyDaemon) -> None:
+def test_daemon_that_dies_while_it_is_asked_is_asked_again(daemon: TinyDaemon, odd: Odd) -> None:
+    """It keeps the weights: an engine that gave up here would read the disk."""
+    answers = [None, None]
+
+    def answer(request: Question) -> Reply | None:
+        return answers.pop() if answers else daemon.usual(request)
+
+    daemon.answer = answer
+    with attach() as attachment:
+        assert attachment.lease_state == "held"
+    assert not answers
+
+
+def test_daemon_that_always_dies_while_it_is_asked(
+    daemon: TinyDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "COMES_BACK_S", 0.1)
     daemon.answer = lambda _: None
     with pytest.raises(TryAgainError, match="ended while it was asked"):
         attach()

@@ -7,7 +7,7 @@ from wcache.client.attachment import Attachment
 from wcache.client.collector import collector_paused
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import FIRST_PAUSE_S, LONGEST_PAUSE_S, Lease
-from wcache.control import DEFAULT_TIMEOUT_S, Control, SilentDaemonError
+from wcache.control import DEFAULT_TIMEOUT_S, Control, EndedDaemonError, SilentDaemonError
 from wcache.errors import (
     ManifestError,
     MismatchError,
@@ -26,6 +26,9 @@ from wcache.paths import RankId, RankPaths, rank_meant
 from wcache.protocol import Attach, Attached, Refused
 from wcache.wire import close_all
 
+COMES_BACK_S = 5.0
+"""How long a daemon that has ended while it was asked is given: one that crashes, or is ended for
+hanging, is back with its weights in a fraction of a second."""
 _DIFFERENCES_TOLD = 5
 
 
@@ -42,7 +45,8 @@ def attach(
 
     ``rank`` and ``instance`` default to WCACHE_RANK and WCACHE_INSTANCE, then to rank 0 of the
     default instance. ``timeout_s`` bounds each wait for a daemon that does not answer; ``wait_s``
-    is how long to go on asking while the rank is not up or not ready. ``access`` is
+    is how long to go on asking while the rank is not up or not ready; a daemon that ends while it
+    is asked is given :data:`COMES_BACK_S` in any case. ``access`` is
     :attr:`Access.READ`, or :attr:`Access.PRIVATE` for host memory that an engine writes to.
 
     Raises :class:`MismatchError` with every field of ``wanted`` that the held weights do not meet,
@@ -54,10 +58,14 @@ def attach(
     paths = RankPaths.of(rank_meant(rank, instance))
     deadline = time.monotonic() + wait_s
     pause = FIRST_PAUSE_S
+    has_ended = False
     while True:
         try:
             return _attach(paths, wanted, timeout_s, access)
-        except (NotReadyError, NoSuchRankError, TryAgainError):
+        except (NotReadyError, NoSuchRankError, TryAgainError) as error:
+            if isinstance(error, (EndedDaemonError, TryAgainError)) and not has_ended:
+                has_ended = True
+                deadline = max(deadline, time.monotonic() + COMES_BACK_S)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
