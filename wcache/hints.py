@@ -5,8 +5,12 @@ from collections.abc import Sequence
 
 from wcache.errors import WcacheError
 
-# Those that are about one instance, and about the default one where none is named.
-_COMMAND = re.compile(r"\bwcache (?:up|down|restart|status|verify|warm|rollback|run|logs|doctor)\b")
+# Those that are about one instance, and about the default one where none is named: neither by its
+# option nor by a rank, as in "wcache logs draft:0".
+_COMMAND = re.compile(
+    r"\bwcache (?:up|down|restart|status|verify|warm|rollback|run|logs|doctor)\b(?! [\w.-]+:[0-9])"
+)
+_RANK = re.compile(r"([\w.-]+):[0-9]+")
 
 
 def for_instance(hint: str, instance: str) -> str:
@@ -27,7 +31,8 @@ def note(error: WcacheError, instance: str) -> None:
 
 
 def instance_of(words: Sequence[str]) -> str:
-    """What ``--instance`` says in the words of a command line of wcache's; empty without it."""
+    """The instance that the words of a command line of wcache's are about, by ``--instance`` or by
+    a rank as ``draft:3``; empty for the default one."""
     found = ""
     for index, word in enumerate(words):
         if word == "--":
@@ -36,4 +41,6 @@ def instance_of(words: Sequence[str]) -> str:
             found = words[index + 1] if index + 1 < len(words) else ""
         elif word.startswith("--instance="):
             found = word.partition("=")[2]
+        elif rank := _RANK.fullmatch(word):
+            found = rank[1]
     return found

@@ -173,9 +173,10 @@ def test_what_to_type_next_is_of_the_instance_that_failed(node: Node) -> None:
     log = node.places.instance("draft").log_file(0, "loader")
     log.mkdir(parents=True)
     done = node.up("--instance", "draft")
-    assert "wcache logs draft:0 shows more" in done.stderr
+    assert "wcache logs --instance draft 0 shows more" in done.stderr
     doctor = "wcache doctor --instance draft"
     assert doctor in node("status", "--instance", "draft").stderr
+    assert doctor in node("status", "draft:0").stderr
     assert "rank draft:0" in node(*doctor.split()[1:]).stdout
     assert node("down", "--instance", "draft").code == 0
 

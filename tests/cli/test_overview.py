@@ -88,8 +88,7 @@ def test_what_to_type_next_is_said_when_a_rank_is_not_ready() -> None:
     loading = RankView(rank=1, report=report(1, wanted=A), unit=unit(1, stored_fds=1))
     assert next_step(status(serving(0, of=A), loading)) == ""
     silent = RankView(rank=1, silence="it does not answer", unit=unit(1))
-    draft = msgspec.structs.replace(status(serving(0, of=A), silent), instance="draft")
-    assert next_step(draft).startswith("wcache doctor --instance draft says what mends it")
+    assert next_step(status(serving(0, of=A), silent)).startswith("wcache doctor says what mends")
 
 
 def test_what_a_silent_daemon_should_have_stored_is_not_known() -> None:

@@ -83,10 +83,8 @@ def test_of_many_engines_the_first_are_named() -> None:
 
 def test_nothing_is_decided_about_a_daemon_that_does_not_answer() -> None:
     silent = RankView(rank=0, silence="rank 0 does not answer within 3 s", unit=unit(0))
-    with pytest.raises(TryAgainError, match="does not answer") as caught:
-        decide({0: silent, 1: absent(1)}, A, "draft")
-    # The default instance may have a rank of that number too.
-    assert "wcache restart draft:0" in caught.value.hint
+    with pytest.raises(TryAgainError, match="does not answer"):
+        decide({0: silent, 1: absent(1)}, A)
 
 
 def test_a_daemon_that_lost_its_supervisor_is_given_one() -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.unit
         ("wcache warm, with the same --model", "wcache warm --instance a, with the same --model"),
         ("wcache status shows it, wcache logs 0 more",
          "wcache status --instance a shows it, wcache logs --instance a 0 more"),
+        ("wcache restart a:3 keeps it", "wcache restart a:3 keeps it"),
         ("wcache run -- COMMAND", "wcache run --instance a -- COMMAND"),
         ("wcache down --instance b frees it", "wcache down --instance b frees it"),
         ("wcache down, without --instance", "wcache down, without --instance"),
@@ -29,7 +30,8 @@ def test_commands_of_a_hint_name_the_instance(hint: str, told: str) -> None:
     ("line", "name"),
     [
         ("status", ""), ("status --instance a", "a"), ("run --instance=a -- x --instance b", "a"),
-        ("run -- x --instance b", ""), ("status --instance", ""),
+        ("run -- x --instance b", ""), ("restart a:3 a:4", "a"), ("down 3", ""),
+        ("status --instance", ""),
     ],
 )  # fmt: skip
 def test_the_instance_is_that_of_the_command_and_not_of_its_engine(line: str, name: str) -> None:

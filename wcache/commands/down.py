@@ -31,8 +31,8 @@ def down(
     """
     from wcache.supervise import supervisor_for
 
-    out = Output(quiet=quiet)
     paths, named = select(instance, ranks or [])
+    out = Output(quiet=quiet, instance=paths.instance)
     wanted = chosen(paths, named)
     supervisor = supervisor_for(paths.instance)
     with hold(paths, DOWN):

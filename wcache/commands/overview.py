@@ -338,12 +338,11 @@ def problem_lines(status: InstanceStatus) -> list[str]:
 
 def next_step(status: InstanceStatus) -> str:
     """What to type when a rank is not as it should be; empty where all are, or one is loading."""
-    of = f" --instance {status.instance}" if status.instance else ""
     waiting = [rank for rank in status.ranks if rank.wanted and not rank.ready]
     if any(rank.problems for rank in waiting):
-        return f"wcache doctor{of} says what mends it, wcache logs{of} what happened"
+        return "wcache doctor says what mends it, wcache logs what happened"
     if any(rank.differences for rank in status.ranks):
-        return f"wcache up{of} loads what is wanted, under running engines wcache warm{of} does"
+        return "wcache up loads what is wanted, under running engines wcache warm does"
     if any(rank.state == "down" for rank in waiting):
-        return f"wcache up{of} starts what is down"
+        return "wcache up starts what is down"
     return ""

@@ -53,8 +53,8 @@ def restart(
     """
     from wcache.supervise import supervisor_for
 
-    out = Output(quiet=quiet, instance=instance)
     paths, named = select(instance, ranks or [])
+    out = Output(quiet=quiet, instance=paths.instance)
     wanted = chosen(paths, named)
     supervisor = supervisor_for(paths.instance)
     config = _config(paths, out)
@@ -237,7 +237,7 @@ def _wait(
             if now.report is None and now.unit is not None and now.unit.state == "failed":
                 raise WcacheError(
                     f"rank {rank} does not come back: {now.unit.status or now.unit.result}",
-                    hint=f"wcache logs {paths.rank(rank).id} says more",
+                    hint=f"wcache logs {rank} says more",
                 )
             if now.report is None or (old.report and now.report.pid == old.report.pid):
                 continue
@@ -248,7 +248,7 @@ def _wait(
         if waiting and time.monotonic() - begun > timeout:
             raise NotReadyError(
                 f"{rank_words(waiting)} did not come back within {timeout:g} s",
-                hint=f"wcache logs {paths.rank(next(iter(waiting))).id} says why",
+                hint=f"wcache logs {next(iter(waiting))} says why",
             )
         time.sleep(_PERIOD_S)
 

@@ -38,7 +38,7 @@ def rollback(
     """
     from wcache.supervise import supervisor_for
 
-    out = Output(as_json=as_json, quiet=quiet)
+    out = Output(as_json=as_json, quiet=quiet, instance=instance)
     paths = InstancePaths.of(instance)
     supervisor = supervisor_for(paths.instance)
     with hold(paths, "wcache rollback"):

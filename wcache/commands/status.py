@@ -24,7 +24,7 @@ def status(
     paths, named = select(instance, ranks or [])
     wanted = chosen(paths, named)
     found = collect(paths, wanted, supervisor_for(paths.instance))
-    out = Output(as_json=as_json)
+    out = Output(as_json=as_json, instance=paths.instance)
     out.data(found, *tables(found))
     if not as_json:
         out.say(found.headline)

@@ -148,6 +148,5 @@ def up(
             if job.beside
             else "ranks that are ready stay ready"
         )
-        name = paths.rank(next(iter(failures))).id
-        out.hint(f"wcache logs {name} shows more; {stay}")
+        out.hint(f"wcache logs {next(iter(failures))} shows more; {stay}")
         raise typer.Exit(ExitCode.FAILED)

@@ -44,9 +44,9 @@ def verify(
     """
     from wcache.verify import Result, Verification, Verifier
 
-    out = Output(as_json=as_json, quiet=quiet, instance=instance)
     depth = _depth(quick=quick, parity=parity, repair=repair)
     paths, named = select(instance, ranks or [])
+    out = Output(as_json=as_json, quiet=quiet, instance=paths.instance)
     wanted = chosen(paths, named)
     try:
         config = read_config(paths)

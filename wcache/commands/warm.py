@@ -15,7 +15,6 @@ from wcache.commands.overview import collect, tables
 from wcache.config import DType, Quantization
 from wcache.errors import ExitCode, UsageError, WcacheError
 from wcache.output import Output
-from wcache.paths import InstancePaths
 from wcache.ranks import chosen, rank_words, select, view
 from wcache.rollout.lock import hold
 from wcache.units import size
@@ -76,9 +75,9 @@ def warm(
     from wcache.rollout.wanted import Args
     from wcache.supervise import supervisor_for
 
-    out = Output(as_json=as_json, quiet=quiet, instance=instance)
     _check_options(replace=replace, keep_old=keep_old, page_cache=page_cache)
     paths, named = select(instance, ranks or [])
+    out = Output(as_json=as_json, quiet=quiet, instance=paths.instance)
     args = Args(model=model, revision=revision, dtype=dtype, quantization=quantization)
     if page_cache:
         pagecache.read(args, paths, named, out, previous=previous, dry_run=dry_run)
@@ -133,12 +132,7 @@ def _work(
     try:
         if plan.staged:
             out.say(warm_plan.engines(work.before[rank] for rank in plan.staged))
-            _fail(
-                work.stage(timeout),
-                work.paths,
-                out,
-                "nothing was switched: every rank serves what it did",
-            )
+            _fail(work.stage(timeout), out, "nothing was switched: every rank serves what it did")
             work.switch(keep_old=keep_old)
         if plan.having("replace"):
             work.free()
@@ -146,10 +140,7 @@ def _work(
             back = "; wcache warm --previous reads the old weights again"
             hint = "these ranks are empty: wcache warm tries again"
             _fail(
-                work.fill(timeout),
-                work.paths,
-                out,
-                hint + (back if work.paths.previous_file.exists() else ""),
+                work.fill(timeout), out, hint + (back if work.paths.previous_file.exists() else "")
             )
     except KeyboardInterrupt:
         out.say(
@@ -162,12 +153,12 @@ def _work(
         out.say(line)
 
 
-def _fail(failures: dict[int, str], paths: InstancePaths, out: Output, hint: str) -> None:
+def _fail(failures: dict[int, str], out: Output, hint: str) -> None:
     if not failures:
         return
     for rank, reason in failures.items():
         out.error(f"rank {rank}: {reason}")
-    out.hint(f"{hint}; wcache logs {paths.rank(next(iter(failures))).id} shows more")
+    out.hint(f"{hint}; wcache logs {next(iter(failures))} shows more")
     raise typer.Exit(ExitCode.FAILED)
 
 

@@ -111,11 +111,6 @@ class Evidence:
         except CheckpointError as error:
             return error
 
-    def command(self, words: str) -> str:
-        """A command of wcache's, for this instance."""
-        name = self.instance.instance
-        return f"{words} --instance {name}" if name else words
-
     def waiting(self) -> list[int]:
         """Ranks of the configuration that still have to load their weights."""
         if self.config is None:

@@ -128,7 +128,7 @@ def _down(evidence: Evidence) -> Iterator[Finding]:
     ]  # fmt: skip
     if down:
         detail = f"{rank_words(down)} of the configuration {'is' if len(down) == 1 else 'are'} down"
-        yield warn("ranks", detail, evidence.command("wcache up"))
+        yield warn("ranks", detail, "wcache up")
 
 
 def _drifted(evidence: Evidence) -> Iterator[Finding]:
@@ -143,8 +143,7 @@ def _drifted(evidence: Evidence) -> Iterator[Finding]:
         yield fail(
             "ranks",
             f"{rank_words(ranks)} {verb} other weights than the configuration wants: {fields}",
-            f"{evidence.command('wcache up')}, or under running engines"
-            f" {evidence.command('wcache warm')}",
+            "wcache up, or under running engines wcache warm",
         )
 
 

@@ -65,12 +65,11 @@ def check_boot(evidence: Evidence) -> Iterator[Finding]:
             "boot",
             f"{rank_words(up)} {'is' if len(up) == 1 else 'are'} kept by wcache's own supervisor,"
             " which no boot starts",
-            f"{evidence.command('wcache down')}, then {evidence.command('wcache up')}:"
-            " systemd keeps them then",
+            "wcache down, then wcache up: systemd keeps them then",
         )
     elif off:
         yield warn("boot", f"a reboot does not start {rank_words(off)}",
-                   f"{evidence.command('wcache up')} enables it")  # fmt: skip
+                   "wcache up enables it")  # fmt: skip
     elif up:
         yield ok("boot", "a reboot loads the same weights again")
 

@@ -40,8 +40,7 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
         job.enable(failures)
     if failures:
         rank, reason = next(iter(failures.items()))
-        name = paths.rank(rank).id
-        raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {name} shows more")
+        raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {rank} shows more")
 
 
 def asked_for(engine: Engine, wish: Wish, old: Config | None) -> Args:

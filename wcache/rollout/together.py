@@ -54,7 +54,7 @@ def loaded(
         if found is None:
             raise WcacheError(
                 f"rank {rank} does not hold the new weights any more: nothing was switched",
-                hint=f"wcache logs {paths.rank(rank).id} says why; wcache warm begins again",
+                hint=f"wcache logs {rank} says why; wcache warm begins again",
             )
         numbers[rank] = found.number
     return numbers

@@ -115,10 +115,9 @@ class Job:
         now = view(self.paths, leaving, self.supervisor)
         used = holders(now.values())
         if used:
-            names = [self.paths.rank(rank).id for rank in leaving]
             raise WcacheError(
                 f"{rank_words(leaving)} of the old layout stay: {first_of(used)}",
-                hint=f"stop these engines, then: wcache down {' '.join(map(str, names))}",
+                hint=f"stop these engines, then: wcache down {' '.join(map(str, leaving))}",
             )
         self.supervisor.disable(leaving)
         self.supervisor.stop(leaving)
@@ -135,7 +134,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
     views = view(paths, sorted({*local, *known_ranks(paths)}), supervisor)
     rollout = Rollout()
     if all(views[rank].serves(config) for rank in local):
-        rollout = decide(views, config, paths.instance)
+        rollout = decide(views, config)
         out.say(f"{rank_words(local)} {'holds' if len(local) == 1 else 'hold'} the wanted weights")
         if why := why_not_again(config, IdentityCache(paths.identity_folder)):
             out.warn(why)
@@ -146,7 +145,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         if args.model is None and not all(views[r].serves(config) or r in back for r in local):
             wanted = from_config(config, identities=IdentityCache(paths.identity_folder))
         taken = needs(wanted.checkpoint, config, out)
-        rollout = decide(views, config, paths.instance)
+        rollout = decide(views, config)
         # What an up that was interrupted has loaded has its memory already.
         held = [rank for rank in rollout.load if views[rank].holding(config) is not None]
         to_load = {*rollout.load, *rollout.fresh}.difference(back, held)

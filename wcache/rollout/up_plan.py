@@ -8,7 +8,6 @@ from wcache.devices import CONTEXT_BYTES
 from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
-from wcache.paths import RankId
 from wcache.ranks import RankView, brief, first_of, holders, rank_words
 from wcache.units import size
 
@@ -41,9 +40,8 @@ class Rollout:
         return sorted([*self.under_way, *self.load, *self.fresh])
 
 
-def decide(views: Mapping[int, RankView], config: Config, instance: str = "") -> Rollout:
-    """Pure. ``views`` are this node's ranks by ``config``, and all others of ``instance`` that are
-    known here.
+def decide(views: Mapping[int, RankView], config: Config) -> Rollout:
+    """Pure. ``views`` are this node's ranks by ``config``, and all others that are known here.
 
     Raises :class:`WcacheError` when engines use weights that would go, naming them, and
     :class:`TryAgainError` when a rank is loading something else or does not answer.
@@ -52,10 +50,9 @@ def decide(views: Mapping[int, RankView], config: Config, instance: str = "") ->
     rollout = Rollout()
     for rank, one in sorted(views.items()):
         if one.silence:
-            name = RankId(instance, rank)
             raise TryAgainError(
                 f"rank {rank} can not be asked what it holds: {one.silence}",
-                hint=f"wcache logs {name} shows what it is doing; wcache restart {name} keeps its"
+                hint=f"wcache logs {rank} shows what it is doing; wcache restart {rank} keeps its"
                 " weights",
             )
         if rank not in local:
