@@ -245,9 +245,11 @@ def connect_socket(path: Path, whose: str, timeout_s: float) -> socket.socket:
                 f"{path} is answered by uid {owner}, which is neither root nor you",
                 hint="set WCACHE_RUN_DIR to the folder of the daemons that you want",
             )
-    except (FileNotFoundError, ConnectionRefusedError):
+    except (FileNotFoundError, ConnectionRefusedError) as error:
         connection.close()
-        raise NoSuchRankError(
+        # Who is stopped removes its socket; who is killed leaves it.
+        kind = NoSuchRankError if isinstance(error, FileNotFoundError) else EndedDaemonError
+        raise kind(
             f"no daemon answers for {whose}", hint="wcache status shows which ranks are up"
         ) from None
     except PermissionError:

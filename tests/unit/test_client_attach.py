@@ -334,6 +334,22 @@ def test_absent_daemon_is_no_such_rank(places: Places) -> None:
         attach(instance="../etc")
 
 
+@pytest.mark.parametrize("is_asked_to_end", [False, True], ids=["killed", "restarted"])
+def test_daemon_that_has_just_ended_is_waited_for(
+    daemon: TinyDaemon, odd: Odd, *, is_asked_to_end: bool
+) -> None:
+    daemon.stop()
+    assert daemon.paths.socket.exists()  # as of one that was killed
+    if is_asked_to_end:
+        daemon.paths.socket.unlink()
+        daemon.paths.served_file.touch()
+    later = threading.Timer(0.2, daemon.start)
+    later.start()
+    with attach() as attachment:
+        assert attachment.lease_state == "held"
+    later.join()
+
+
 def test_daemon_that_dies_while_it_is_asked_is_asked_again(daemon: TinyDaemon, odd: Odd) -> None:
     """It keeps the weights: an engine that gave up here would read the disk."""
     answers = [None, None]

@@ -99,6 +99,15 @@ def test_ranks_with_one_reason_are_told_together() -> None:
     assert outcome_of(told) == ("hit", "ranks 0, 1: attached")
 
 
+def test_a_reason_that_names_its_rank_is_told_as_it_is() -> None:
+    """Another rank's name is part of the reason."""
+    reasons = {0: "rank draft:0 holds other weights", 1: "rank 10 is not up"}
+    told = [
+        event("outcome", outcome="miss", rank=rank, reason=why) for rank, why in reasons.items()
+    ]
+    assert outcome_of(told)[1] == "rank draft:0 holds other weights; rank 1: rank 10 is not up"
+
+
 def test_outcomes_are_counted_over_runs_and_a_damaged_file_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "outcomes"
     count(path, "hit")

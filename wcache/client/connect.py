@@ -15,6 +15,7 @@ from wcache.errors import (
     NotReadyError,
     TryAgainError,
     UsageError,
+    WcacheError,
 )
 from wcache.fingerprint import Difference, Fingerprint, compare
 from wcache.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -27,8 +28,9 @@ from wcache.protocol import Attach, Attached, Refused
 from wcache.wire import close_all
 
 COMES_BACK_S = 5.0
-"""How long a daemon that has ended while it was asked is given: one that crashes, or is ended for
-hanging, is back with its weights in a fraction of a second."""
+"""How long a daemon that has just ended is given: one that crashes, is ended for hanging or is
+restarted is back with its weights in 0.1 to 1.5 s, and an engine that gave it up would read the
+disk for minutes."""
 _DIFFERENCES_TOLD = 5
 
 
@@ -46,7 +48,7 @@ def attach(
     ``rank`` and ``instance`` default to WCACHE_RANK and WCACHE_INSTANCE, then to rank 0 of the
     default instance. ``timeout_s`` bounds each wait for a daemon that does not answer; ``wait_s``
     is how long to go on asking while the rank is not up or not ready; a daemon that ends while it
-    is asked is given :data:`COMES_BACK_S` in any case. ``access`` is
+    is asked, or that was there before, is given :data:`COMES_BACK_S` in any case. ``access`` is
     :attr:`Access.READ`, or :attr:`Access.PRIVATE` for host memory that an engine writes to.
 
     Raises :class:`MismatchError` with every field of ``wanted`` that the held weights do not meet,
@@ -63,7 +65,7 @@ def attach(
         try:
             return _attach(paths, wanted, timeout_s, access)
         except (NotReadyError, NoSuchRankError, TryAgainError) as error:
-            if isinstance(error, (EndedDaemonError, TryAgainError)) and not has_ended:
+            if not has_ended and _may_come_back(paths, error):
                 has_ended = True
                 deadline = max(deadline, time.monotonic() + COMES_BACK_S)
             left = deadline - time.monotonic()
@@ -71,6 +73,18 @@ def attach(
                 raise
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _may_come_back(paths: RankPaths, error: WcacheError) -> bool:
+    """Whether a daemon has ended and another may be on its way.
+
+    Of one that was asked to end nobody here knows whether for a restart: it has served, and no boot
+    was since then.
+    """
+    if isinstance(error, (EndedDaemonError, TryAgainError)):
+        return True
+    is_silent = isinstance(error, SilentDaemonError)
+    return isinstance(error, NoSuchRankError) and not is_silent and paths.served_file.exists()
 
 
 def _attach(

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,10 +33,13 @@ def _sentence(events: list[Event]) -> str:
     ranks: dict[str, list[int]] = {}
     for event in events:
         ranks.setdefault(event.reason, []).append(event.rank or 0)
-    return "; ".join(
-        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, sorted(set(who))))}: {reason}"
-        for reason, who in ranks.items()
-    )
+    return "; ".join(_of(sorted(set(who)), reason) for reason, who in ranks.items())
+
+
+def _of(ranks: list[int], reason: str) -> str:
+    if len(ranks) == 1 and re.match(rf"rank (?:[\w.-]+:)?{ranks[0]}\b", reason):
+        return reason  # it says itself whose it is
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
 
 
 def count(path: Path, outcome: Outcome) -> None:
