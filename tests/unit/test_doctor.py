@@ -42,7 +42,7 @@ from wcache.fingerprint import Difference, Fingerprint
 from wcache.install import Target, install, plan
 from wcache.protocol import Report
 from wcache.ranks import RankView
-from wcache.reports import GenerationReport
+from wcache.reports import GenerationReport, LeaseReport
 from wcache.state import RankState
 from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import Supervisor, UnitReport
@@ -576,6 +576,12 @@ def test_a_checkpoint_that_changed_is_a_fault(evidence: Make, tmp_path: Path) ->
     found = list(model.check_checkpoint(evidence(config=config, views=views)))
     assert [finding.result for finding in found] == ["fail", "fail"]
     assert "rank 0 serves the old" in found[1].detail
+    assert found[1].mend == f"wcache up --model {folder} … loads it as it is now"
+    # wcache up is refused while an engine uses what it would replace.
+    engine = LeaseReport(pid=900, uid=7, command="serve.py", generation=1, since=NOW)
+    used = up(told=report(generations=(serving(held),), leases=(engine,)))
+    found = list(model.check_checkpoint(evidence(config=config, views=used)))
+    assert found[1].mend.startswith(f"wcache warm --model {folder} loads it")
 
 
 def test_a_checkpoint_that_is_gone_matters_less_while_weights_are_served(

@@ -109,6 +109,9 @@ def _changed(evidence: Evidence, found: Identity) -> Iterator[Finding]:
     path = config.model.path
     named = shlex.quote(config.model.hub_id or path)
     mend = f"wcache up --model {named} … loads it as it is now"
+    if any(one.leases for one in evidence.views.values()):
+        # up is refused then: it would take weights from engines.
+        mend = f"wcache warm --model {named} loads it as it is now, beside what engines use"
     if config.model.content not in (None, found.digest):
         yield fail("checkpoint", f"{path} is not what the configuration was written for", mend)
     other = [
