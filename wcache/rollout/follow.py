@@ -59,7 +59,9 @@ def judge(one: RankView, config: Config, *, before: RankView, elapsed_s: float) 
     if report.reclaiming:
         return Verdict(outcome="waits", said="waiting for engines to give the weights back")
     if config.model.loader == "publish":
-        return Verdict(outcome="ready", said="up, waits for the first engine to publish")
+        until = "serves the old weights until an engine publishes others"
+        words = until if one.serving is not None else "waits for the first engine to publish"
+        return Verdict(outcome="ready", said=f"up, {words}")
     why = [problem for problem in report.problems if "load failed" in problem]
     if _loader_failed(one, before, elapsed_s):
         loader = f"the loader failed: {one.unit.loader_result}" if one.unit else ""
