@@ -34,6 +34,8 @@ def instance_of(words: Sequence[str]) -> str:
     """The instance that the words of a command line of wcache's are about, by ``--instance`` or by
     a rank as ``draft:3``; empty for the default one."""
     found = ""
+    # The words of an engine may look like a rank, as localhost:8000 does, and stand without a "--".
+    takes_ranks = "run" not in words[:1]
     for index, word in enumerate(words):
         if word == "--":
             break  # behind it are the words of an engine
@@ -41,6 +43,6 @@ def instance_of(words: Sequence[str]) -> str:
             found = words[index + 1] if index + 1 < len(words) else ""
         elif word.startswith("--instance="):
             found = word.partition("=")[2]
-        elif rank := _RANK.fullmatch(word):
+        elif takes_ranks and (rank := _RANK.fullmatch(word)):
             found = rank[1]
     return found

@@ -31,7 +31,8 @@ def test_commands_of_a_hint_name_the_instance(hint: str, told: str) -> None:
     [
         ("status", ""), ("status --instance a", "a"), ("run --instance=a -- x --instance b", "a"),
         ("run -- x --instance b", ""), ("restart a:3 a:4", "a"), ("down 3", ""),
-        ("status --instance", ""),
+        ("status --instance", ""), ("run torchrun --rdzv-endpoint localhost:29500 x", ""),
+        ("fingerprint m --running a:3", "a"),
     ],
 )  # fmt: skip
 def test_the_instance_is_that_of_the_command_and_not_of_its_engine(line: str, name: str) -> None:
