@@ -1,4 +1,4 @@
-"""Has the commands in a hint be about the instance that it was given for. Pure."""
+"""Has the commands that are told be about the instance that they are told for. Pure."""
 
 import re
 from collections.abc import Sequence

@@ -46,15 +46,16 @@ class Output:
         self.quiet = quiet
         """Say nothing but data, warnings and errors."""
         self._instance = instance
+        """Which one the commands that are told are about."""
 
     def say(self, text: str) -> None:
         """One line for a person."""
         if not self.quiet:
-            talk(text)
+            talk(for_instance(text, self._instance))
 
     def warn(self, text: str) -> None:
         """One line that a person must see, also when quiet."""
-        talk(f"warning: {text}")
+        talk(f"warning: {for_instance(text, self._instance)}")
 
     def error(self, text: str) -> None:
         """One line that says what failed, where a command goes on after it."""

@@ -292,7 +292,7 @@ def first_of(used: Sequence[str]) -> str:
     """The lines of :func:`holders` as one, of which a person can still see the end."""
     more = len(used) - _HOLDERS_TOLD
     told = "; ".join(used[:_HOLDERS_TOLD])
-    return f"{told}; and {more} more: wcache status lists them" if more > 0 else told
+    return f"{told}; and {more} more" if more > 0 else told
 
 
 def _who(lease: LeaseReport) -> str:

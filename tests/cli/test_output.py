@@ -52,6 +52,16 @@ def test_talk_goes_to_stderr_and_a_quiet_command_keeps_its_warnings(
         assert got.err.splitlines() == ["said"] * (not quiet) + ["warning: warned", "error: failed"]
 
 
+def test_commands_that_are_told_name_the_instance(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pasted without it, this one would free the default one's weights."""
+    out = Output(instance="draft")
+    out.say("loading goes on: wcache down ends it")
+    out.warn("wcache down frees it")
+    out.hint("wcache down")
+    told = capsys.readouterr().err
+    assert told.count("wcache down") == told.count("wcache down --instance draft") == 3
+
+
 def test_an_empty_table_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     Output().data(Data(1), Table("A"), Table("B"))
     assert capsys.readouterr().out == ""

@@ -78,7 +78,7 @@ def test_of_many_engines_the_first_are_named() -> None:
         decide({0: serving(0, of=A, leases=9), 1: serving(1, of=A, leases=3)}, B)
     assert "pid 907 " in caught.value.message
     assert "pid 908 " not in caught.value.message
-    assert "; and 4 more: wcache status lists them; content: " in caught.value.message
+    assert "; and 4 more; content: " in caught.value.message
 
 
 def test_nothing_is_decided_about_a_daemon_that_does_not_answer() -> None:

@@ -64,7 +64,7 @@ def run(
     The engine's own options follow its command; those that wcache needs are added, and none of
     them is overridden. Signals go to the engine, and its exit status is this command's.
     """
-    out = Output(as_json=as_json, quiet=quiet)
+    out = Output(as_json=as_json, quiet=quiet, instance=instance)
     paths = InstancePaths.of(instance)
     if timeline and not command:
         _show_last(paths, out)
