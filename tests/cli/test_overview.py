@@ -23,6 +23,7 @@ from wcache.commands.restart import _kept as kept
 from wcache.config import Config
 from wcache.errors import ExitCode, TryAgainError, WcacheError
 from wcache.ranks import RankView
+from wcache.reports import ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor, UnitReport
 
@@ -61,6 +62,11 @@ def test_other_weights_than_the_wanted_are_a_mismatch() -> None:
     found = status(RankView(rank=0, report=drifted, unit=unit(0, stored_fds=3)))
     assert found.exit_code == ExitCode.MISMATCH
     assert next_step(found).startswith("wcache up loads what is wanted")
+    progress = ProgressReport(
+        generation=2, loader_pid=9, phase="read", done_bytes=1, total_bytes=2, since=0.0
+    )
+    at_work = msgspec.structs.replace(drifted, progress=progress)
+    assert next_step(status(RankView(rank=0, report=at_work, unit=unit(0, stored_fds=3)))) == ""
     assert problem_lines(found) == [
         "rank 0: serves other weights than the configuration wants: content: cached"
         " sha256:aaaaaaaaaaaa…, wanted sha256:bbbbbbbbbbbb…"

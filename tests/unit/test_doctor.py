@@ -42,7 +42,7 @@ from wcache.fingerprint import Difference, Fingerprint
 from wcache.install import Target, install, plan
 from wcache.protocol import Report
 from wcache.ranks import RankView
-from wcache.reports import GenerationReport, LeaseReport
+from wcache.reports import GenerationReport, LeaseReport, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import Supervisor, UnitReport
@@ -110,6 +110,12 @@ def serving(fingerprint: Fingerprint) -> GenerationReport:
         fingerprint_digest=fingerprint.digest(), weight_bytes=1, slab_bytes=2 << 20, slabs=1,
         storages=1, tensors=1, since=NOW - 60,
     )  # fmt: skip
+
+
+def loading() -> ProgressReport:
+    return ProgressReport(
+        generation=2, loader_pid=4712, phase="read", done_bytes=1, total_bytes=2, since=NOW - 1
+    )
 
 
 def unit(rank: int = 0, **changes: Any) -> UnitReport:
@@ -366,6 +372,10 @@ def test_weights_that_the_configuration_does_not_want_are_a_fault(evidence: Make
     assert "rank 0 serves other weights" in finding.detail
     assert "dtype: cached auto, wanted float16" in finding.detail
     assert finding.mend == "wcache up, or under running engines wcache warm"
+    # Of two commands at once one is refused.
+    at_work = msgspec.structs.replace(told, progress=loading())
+    finding = only(ranks.check_ranks, evidence(views=up(told=at_work)))
+    assert finding.mend.startswith("others are being loaded: wcache status")
 
 
 def test_what_no_boot_brings_back_is_said(evidence: Make, places: Places) -> None:

@@ -341,7 +341,7 @@ def next_step(status: InstanceStatus) -> str:
     waiting = [rank for rank in status.ranks if rank.wanted and not rank.ready]
     if any(rank.problems for rank in waiting):
         return "wcache doctor says what mends it, wcache logs what happened"
-    if any(rank.differences for rank in status.ranks):
+    if any(rank.differences and rank.progress is None for rank in status.ranks):
         return "wcache up loads what is wanted, under running engines wcache warm does"
     if any(rank.state == "down" for rank in waiting):
         return "wcache up starts what is down"

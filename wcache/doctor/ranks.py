@@ -133,17 +133,19 @@ def _down(evidence: Evidence) -> Iterator[Finding]:
 
 def _drifted(evidence: Evidence) -> Iterator[Finding]:
     """Ranks with other weights than the configuration wants: status and verify exit with 5."""
-    by_field: dict[str, list[int]] = {}
+    by_field: dict[tuple[str, bool], list[int]] = {}
     for rank, one in evidence.views.items():
         fields = "; ".join(map(brief, one.report.differences if one.report else ()))
-        if fields:
-            by_field.setdefault(fields, []).append(rank)
-    for fields, ranks in by_field.items():
+        if one.report and fields:
+            by_field.setdefault((fields, one.report.progress is not None), []).append(rank)
+    for (fields, is_loading), ranks in by_field.items():
         verb = "serves" if len(ranks) == 1 else "serve"
         yield fail(
             "ranks",
             f"{rank_words(ranks)} {verb} other weights than the configuration wants: {fields}",
-            "wcache up, or under running engines wcache warm",
+            "others are being loaded: wcache status shows how far that is"
+            if is_loading
+            else "wcache up, or under running engines wcache warm",
         )
 
 
