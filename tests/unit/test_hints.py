@@ -1,7 +1,11 @@
 """A command that a hint names is about the instance that the hint was given for."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import wcache
 from wcache.hints import for_instance, instance_of
 
 pytestmark = pytest.mark.unit
@@ -37,3 +41,11 @@ def test_commands_of_a_hint_name_the_instance(hint: str, told: str) -> None:
 )  # fmt: skip
 def test_the_instance_is_that_of_the_command_and_not_of_its_engine(line: str, name: str) -> None:
     assert instance_of(line.split()) == name
+
+
+def test_no_hint_has_options_of_up_without_its_model() -> None:
+    """They are refused: without a model, the configuration says all of it."""
+    option = re.compile(r"wcache up --(?!model\b|instance\b|timeout\b|quiet\b)[a-z]")
+    root = Path(wcache.__file__).parent
+    told = {path.name: option.findall(path.read_text()) for path in root.rglob("*.py")}
+    assert {name: found for name, found in told.items() if found} == {}

@@ -206,7 +206,8 @@ def _driver() -> Any:
         result = driver.cuInit(0)
     except RuntimeError:  # the bindings load libcuda.so at the first call
         raise WcacheError(
-            "there is no NVIDIA driver on this machine", hint="wcache up --device cpu needs none"
+            "there is no NVIDIA driver on this machine",
+            hint="wcache up --model … --device cpu needs none",
         ) from None
     (error,) = result
     if error != driver.CUresult.CUDA_SUCCESS:

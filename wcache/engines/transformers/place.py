@@ -176,13 +176,13 @@ class Place:
 def _other_size(tp: int, dp: int, size: int) -> str:
     if size == 1:
         return (
-            f"torchrun --nproc-per-node {tp} starts a process for each rank; wcache up --tp 1"
-            " --instance NAME loads the whole model for one"
+            f"torchrun --nproc-per-node {tp} starts a process for each rank; wcache up"
+            " --instance NAME --model … loads the whole model for one"
         )
     processes = "1 process" if tp * dp == 1 else f"{tp * dp} processes"
     return (
-        f"start {processes} (torchrun --nproc-per-node), load with wcache up --tp {size}, or name a"
-        " rank with the whole model: from_cache(rank=…)"
+        f"start {processes} (torchrun --nproc-per-node), load with wcache up --model … --tp"
+        f" {size}, or name a rank with the whole model: from_cache(rank=…)"
     )
 
 

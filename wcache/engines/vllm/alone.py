@@ -30,7 +30,7 @@ from wcache.protocol import LoadOrder
 
 log = logging.getLogger(__name__)
 
-_PUBLISH = "wcache up --loader publish has the first engine fill the rank"
+_PUBLISH = "wcache up --model … --loader publish has the first engine fill the rank"
 
 
 def load(control: Control, order: LoadOrder, rank_id: RankId) -> int:
