@@ -1,5 +1,6 @@
 """``wcache rollback``: goes back to the weights of before, while they are still held."""
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -185,7 +186,8 @@ def _loaded_by_up(config: Config) -> str:
     model, layout = config.model, config.layout
     sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
     words = "".join(f" --{name} {count}" for name, count in sizes.items() if count > 1)
-    return f"wcache up --model {model.hub_id or model.path}{words} loads them from disk"
+    named = shlex.quote(model.hub_id or model.path)
+    return f"wcache up --model {named}{words} loads them from disk"
 
 
 def _go_back(

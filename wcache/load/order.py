@@ -1,5 +1,6 @@
 """What a daemon wants loaded: asking it, and whether the checkpoint still is what it was."""
 
+import shlex
 import time
 
 from wcache.checkpoint import Checkpoint, Identity
@@ -63,8 +64,9 @@ def check_content(config: Config, checkpoint: Checkpoint, identity: Identity) ->
     """Raises :class:`CheckpointError` when this is another checkpoint than ``up`` recorded."""
     recorded = config.model.content
     if recorded is not None and recorded != identity.digest:
+        named = shlex.quote(config.model.hub_id or config.model.path)
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is not the one that `wcache up` saw:"
             f" it is {identity.digest[:19]}, {recorded[:19]} was recorded",
-            hint=f"wcache up --model {config.model.hub_id or config.model.path} takes the new one",
+            hint=f"wcache up --model {named} takes the new one",
         )

@@ -87,9 +87,10 @@ def _previous(args: Args, old: Config, paths: InstancePaths) -> Config:
             "there is no previous configuration", hint=f"a switch to other weights writes {file}"
         )
     if (found.layout, found.memory) != (old.layout, old.memory):
+        named = shlex.quote(found.model.hub_id or found.model.path)
         raise WcacheError(
             f"the previous configuration has another layout or memory: {file}",
-            hint=f"wcache up --model {found.model.hub_id or found.model.path} … takes both",
+            hint=f"wcache up --model {named} … takes both",
         )
     return msgspec.structs.replace(found, access=old.access)
 
