@@ -262,6 +262,13 @@ def test_daemon_mode_keeps_a_loader_whose_weights_vllm_takes(
     assert (args.model, args.loader, args.dtype, args.tp) == ("/models/m", kept, dtype, 2)
 
 
+def test_daemon_mode_takes_the_dtype_of_one_model_for_no_other() -> None:
+    named = ModelSection(path="/hub/snapshot", hub_id="org/m", loader="vllm", dtype="float16")
+    for model, dtype in (("org/m", "float16"), ("/hub/snapshot/", "float16"), ("org/n", None)):
+        wish = VLLM.wish(["vllm", "serve", model])
+        assert asked_for(VLLM, wish, Config(model=named)).dtype == dtype
+
+
 def test_daemon_mode_has_the_first_engine_publish_where_nothing_is_configured() -> None:
     wish = VLLM.wish(["vllm", "serve", "/models/m", "--dtype", "float16"])
     assert asked_for(VLLM, wish, None) == Args(

@@ -1,5 +1,6 @@
 """Brings the ranks up that an engine asks for, before it is started."""
 
+import os
 from collections.abc import Mapping
 
 from wcache.config import Config, DType, Loader
@@ -47,7 +48,7 @@ def asked_for(engine: Engine, wish: Wish, old: Config | None) -> Args:
     """The options of ``wcache up`` for ``wish``, which has a model.
 
     A loader that is configured stays where ``engine`` can take what it makes: without it, nobody
-    would fill the ranks after a reboot.
+    would fill the ranks after a reboot. So does the dtype, which was chosen for that model alone.
     """
     loaders = engine.loaders(wish)
     loader: Loader = loaders[0]
@@ -55,11 +56,18 @@ def asked_for(engine: Engine, wish: Wish, old: Config | None) -> Args:
     if old is not None and old.model.loader in loaders:
         loader = old.model.loader
     if old is not None and loader != "publish":
-        dtype = _DTYPES.get(wish.dtype or "", old.model.dtype)
+        before = old.model.dtype if _is_model(wish.model, old) else None
+        dtype = _DTYPES.get(wish.dtype or "", before)
     return Args(
         model=wish.model, revision=wish.revision, loader=loader, dtype=dtype,
         tp=wish.tp, pp=wish.pp, dp=wish.dp,
     )  # fmt: skip
+
+
+def _is_model(name: str | None, config: Config) -> bool:
+    if name is None or name == config.model.hub_id:
+        return name is not None
+    return os.path.realpath(name) == os.path.realpath(config.model.path)
 
 
 def check_configured(wish: Wish, paths: InstancePaths, out: Output) -> None:
