@@ -106,9 +106,11 @@ def test_what_a_silent_daemon_should_have_stored_is_not_known() -> None:
 def test_a_restart_says_what_it_keeps_of_a_silent_daemon() -> None:
     silent = RankView(rank=1, silence="it does not answer", unit=unit(1, stored_fds=3))
     assert kept({0: serving(0, of=A)}) == "1.0 GiB of weights are kept"
-    assert kept({1: silent}) == "the 3 stored descriptors of rank 1 are kept"
+    assert kept({1: silent}) == "3 stored descriptors of rank 1 are kept"
+    less = RankView(rank=1, silence="it does not answer", unit=unit(1, stored_fds=1))
+    assert kept({1: less}) == "1 stored descriptor of rank 1 is kept"
     assert kept({0: serving(0, of=A), 1: silent}) == (
-        "1.0 GiB of weights are kept, and the 3 stored descriptors of rank 1"
+        "1.0 GiB of weights are kept, and 3 stored descriptors of rank 1"
     )
 
 

@@ -85,8 +85,9 @@ def _kept(up: Mapping[int, RankView]) -> str:
     if not silent:
         return known
     stored = sum(one.unit.stored_fds for rank in silent if (one := up[rank]).unit)
-    theirs = f"the {counted(stored, 'stored descriptor')} of {rank_words(silent)}"
-    return f"{theirs} are kept" if len(silent) == len(up) else f"{known}, and {theirs}"
+    theirs = f"{counted(stored, 'stored descriptor')} of {rank_words(silent)}"
+    verb = "is" if stored == 1 else "are"
+    return f"{theirs} {verb} kept" if len(silent) == len(up) else f"{known}, and {theirs}"
 
 
 def _config(paths: InstancePaths, out: Output) -> Config | None:
