@@ -749,6 +749,7 @@ def test_a_full_or_closed_disk_is_said_of_the_folder_that_lies_on_it(
     finding = only(memory.check_disk, evidence())
     assert finding.result == result
     assert (str(state) in finding.detail) == (result != "ok")
+    assert ("df -i" in finding.mend) == (changes == {"f_favail": 0, "f_ffree": 0})
 
 
 def test_a_low_limit_of_locked_memory_matters_where_gpus_are_used(

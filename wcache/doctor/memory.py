@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 from collections.abc import Iterator
 from math import prod
 
@@ -120,19 +121,18 @@ def check_disk(evidence: Evidence) -> Iterator[Finding]:
             status = os.statvfs(there)
         except OSError:
             continue  # not for us to look at; the checks of folders say so
+        named = shlex.quote(str(there))
         free = status.f_frsize * (status.f_bavail if os.geteuid() else status.f_bfree)
-        left = size(free)
+        left, mend = size(free), f"df {named} shows it: make room there"
         if status.f_files and not (status.f_favail if os.geteuid() else status.f_ffree):
-            free, left = 0, "no inode"
+            free, left, mend = 0, "no inode", f"df -i {named} shows it: remove files there"
         if status.f_flag & os.ST_RDONLY:
             detail = f"{folder} is on a read-only file system: {what} can not be written"
-            found.append(warn("disk", detail, f"findmnt -T {there} shows it"))
+            found.append(warn("disk", detail, f"findmnt -T {named} shows it"))
         elif free < NOTHING_BYTES:
-            detail = f"{folder} has no room for {what}: {left} is free"
-            found.append(fail("disk", detail, f"df {there} shows it: make room there"))
+            found.append(fail("disk", f"{folder} has no room for {what}: {left} is free", mend))
         elif free < LITTLE_BYTES:
-            detail = f"{folder} has little room for {what}: {left} is free"
-            found.append(warn("disk", detail, f"df {there} shows it: make room there"))
+            found.append(warn("disk", f"{folder} has little room for {what}: {left} is free", mend))
     yield from found or [ok("disk", "room for ready files, the configuration and logs")]
 
 

@@ -65,7 +65,7 @@ def check_boot(evidence: Evidence) -> Iterator[Finding]:
             "boot",
             f"{rank_words(up)} {'is' if len(up) == 1 else 'are'} kept by wcache's own supervisor,"
             " which no boot starts",
-            "wcache down, then wcache up: systemd keeps them then",
+            "wcache down, then wcache up, which loads them anew: systemd keeps them then",
         )
     elif off:
         yield warn("boot", f"a reboot does not start {rank_words(off)}",
