@@ -291,3 +291,17 @@ def test_a_temporary_folder_without_room_is_named_and_no_bug(
     monkeypatch.setenv("TMPDIR", "/proc/none")
     with pytest.raises(WcacheError, match="no temporary file can be written to /proc/none"):
         job.check_temporary_folder()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("print('last', end='')", "last"), ("sys.stdout.close()", ""), ("sys.stdout = None", "")],
+    ids=["not_flushed", "closed", "none"],
+)
+def test_a_loader_that_leaves_loses_neither_its_words_nor_its_status(code: str, said: str) -> None:
+    """An engine may have done anything to the streams; the status says whether the load failed."""
+    script = f"import sys\nfrom wcache.load.__main__ import leave\n{code}\nleave(3)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, said, "")
