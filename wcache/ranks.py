@@ -2,6 +2,7 @@
 
 import re
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ ANSWER_TIMEOUT_S = 3.0
 _AT_ONCE = 16
 _COMMAND_LENGTH = 80
 _HOLDERS_TOLD = 8
+_PAUSE_S = 0.1
 _DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")
 
 
@@ -146,6 +148,16 @@ def ask(paths: RankPaths) -> Report | None:
         raise WcacheError(
             f"rank {paths.id} can not be asked: {paths.socket}: {(error.strerror or '').lower()}"
         ) from None
+
+
+def ask_when_back(paths: RankPaths, within_s: float) -> Report | None:
+    """:func:`ask`, for ``within_s`` again where a daemon was there before and none answers."""
+    until = time.monotonic() + within_s
+    while (found := ask(paths)) is None and time.monotonic() < until:
+        if not (paths.socket.exists() or paths.served_file.exists()):
+            break
+        time.sleep(_PAUSE_S)
+    return found
 
 
 def _is_being_made(paths: RankPaths) -> bool:

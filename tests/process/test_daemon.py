@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 
 from tests.daemons import Start, attach, connects, published, report
 from tests.places import Places, publish_config
-from tests.processes import Store, daemon_log, end, start_daemon, wait_for
+from tests.processes import PATIENCE_S, Store, daemon_log, end, start_daemon, wait_for
 from tests.publishing import FINGERPRINT, content, head, manifest, offered, publish
 from wcache.config import Config, LayoutSection
 from wcache.control import Control, receive_reply
@@ -32,6 +33,7 @@ from wcache.protocol import (
     StoreAgain,
     Stored,
 )
+from wcache.ranks import ask, ask_when_back
 from wcache.state import RankState
 from wcache.wire import close_all
 
@@ -385,6 +387,25 @@ def test_half_stored_generation_is_dropped(places: Places, store: Store, start: 
     start()
     assert [held.number for held in report(places).generations] == [1]
     store.serve(lambda: "g2.slab.0" not in store.fds)
+
+
+def test_what_a_daemon_holds_is_known_again_once_it_is_back(
+    places: Places, store: Store, start: Start
+) -> None:
+    """vLLM would take the memory of weights that it is about to map for free."""
+    places.write_config(publish_config())
+    first = start()
+    published(places, store, [content(b"a")])
+    end(first)
+    assert ask(places.rank()) is None
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask_when_back, places.rank(), PATIENCE_S)
+        start()
+        found = asked.result()
+    assert found is not None
+    assert found.serving is not None
+    # Of one that was never there nothing is to come back.
+    assert ask_when_back(places.rank(7), float("inf")) is None
 
 
 def test_second_daemon_of_a_rank_leaves_the_first_alone(

@@ -10,6 +10,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from wcache.client import Attachment, attach
+from wcache.client.connect import COMES_BACK_S
 from wcache.control import RefusedError
 from wcache.engines.account import Account
 from wcache.engines.orders import Orders
@@ -32,7 +33,7 @@ from wcache.hints import note
 from wcache.load.report import ProgressReport, failure_told
 from wcache.paths import RankPaths
 from wcache.protocol import Report
-from wcache.ranks import ask
+from wcache.ranks import ask_when_back
 from wcache.units import size
 
 # Below vLLM's own logger, whose handlers are the engine's log.
@@ -112,11 +113,12 @@ def _settled(wanted: Wanted) -> Report | None:
     """What the rank's daemon holds, once no other engine is on the way to publish it.
 
     vLLM compares the GPU's memory before its load with that after it: what somebody else takes in
-    between would be counted as this engine's (vllm #55827).
+    between would be counted as this engine's (vllm #55827). A daemon that is being restarted is
+    waited for as :func:`attach` does it: what it holds would else be counted as free.
     """
     deadline = time.monotonic() + _PUBLISHER_WAIT_S
     while True:
-        found = ask(RankPaths.of(wanted.rank))
+        found = ask_when_back(RankPaths.of(wanted.rank), COMES_BACK_S)
         is_filled = found is None or found.serving is not None or found.progress is None
         if is_filled or time.monotonic() > deadline:
             return found
