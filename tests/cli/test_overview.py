@@ -62,6 +62,8 @@ def test_other_weights_than_the_wanted_are_a_mismatch() -> None:
     found = status(RankView(rank=0, report=drifted, unit=unit(0, stored_fds=3)))
     assert found.exit_code == ExitCode.MISMATCH
     assert next_step(found).startswith("wcache up loads what is wanted")
+    published = msgspec.structs.replace(found, loader="publish")
+    assert next_step(published).startswith("wcache down, once no engine uses them")
     progress = ProgressReport(
         generation=2, loader_pid=9, phase="read", done_bytes=1, total_bytes=2, since=0.0
     )

@@ -372,6 +372,8 @@ def test_weights_that_the_configuration_does_not_want_are_a_fault(evidence: Make
     assert "rank 0 serves other weights" in finding.detail
     assert "dtype: cached auto, wanted float16" in finding.detail
     assert finding.mend == "wcache up, or under running engines wcache warm"
+    published = evidence(config=publish_config(), views=up(told=told))
+    assert only(ranks.check_ranks, published).mend.startswith("wcache down, once no engine")
     # Of two commands at once one is refused.
     at_work = msgspec.structs.replace(told, progress=loading())
     finding = only(ranks.check_ranks, evidence(views=up(told=at_work)))

@@ -8,12 +8,12 @@ import msgspec
 import wcache
 from wcache.commands import gpu_memory
 from wcache.commands.gpu_memory import GpuStatus
-from wcache.config import Config
+from wcache.config import Config, Loader
 from wcache.errors import ConfigError, ExitCode, NoPermissionError, WcacheError
 from wcache.fingerprint import Difference, Fingerprint
 from wcache.output import Table
 from wcache.paths import InstancePaths
-from wcache.ranks import RankView, brief, read_config, view
+from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, brief, read_config, view
 from wcache.reports import GenerationRole, How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
@@ -90,6 +90,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """``direct`` or ``systemd``; None when none answers."""
     model: str | None
     revision: str | None
+    loader: Loader | None = None
     ready: bool
     """Every rank of the configuration is ready with the weights that it wants."""
     ranks: tuple[RankStatus, ...]
@@ -158,6 +159,7 @@ def collect(
         supervisor=kind,
         model=(config.model.hub_id or config.model.path) if config else None,
         revision=config.model.revision if config else None,
+        loader=config.model.loader if config else None,
         ready=whole,
         ranks=rows,
         generations=tuple(generation_rows(views.values())),
@@ -342,6 +344,8 @@ def next_step(status: InstanceStatus) -> str:
     if any(rank.problems for rank in waiting):
         return "wcache doctor says what mends it, wcache logs what happened"
     if any(rank.differences and rank.progress is None for rank in status.ranks):
+        if status.loader == "publish":
+            return PUBLISHED_AFTER_DOWN
         return "wcache up loads what is wanted, under running engines wcache warm does"
     if any(rank.state == "down" for rank in waiting):
         return "wcache up starts what is down"

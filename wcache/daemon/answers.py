@@ -150,5 +150,5 @@ def wrong_source(rank: RankId, message: AskLoad) -> NothingToLoad | Refused:
     return Refused(
         reason="bad_request",
         message=f"rank {rank} is loaded from a checkpoint and takes nothing else",
-        hint="wcache up --model … --loader publish makes an instance that an engine fills",
+        hint="wcache up --instance NAME --model … --loader publish makes one that an engine fills",
     )

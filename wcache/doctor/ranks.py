@@ -15,7 +15,7 @@ from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, Wcache
 from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.permissions import who_may
-from wcache.ranks import RankView, brief, rank_words
+from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, brief, rank_words
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 
@@ -138,14 +138,16 @@ def _drifted(evidence: Evidence) -> Iterator[Finding]:
         fields = "; ".join(map(brief, one.report.differences if one.report else ()))
         if one.report and fields:
             by_field.setdefault((fields, one.report.progress is not None), []).append(rank)
+    config = evidence.config
+    mend = "wcache up, or under running engines wcache warm"
+    if config is not None and config.model.loader == "publish":
+        mend = PUBLISHED_AFTER_DOWN
     for (fields, is_loading), ranks in by_field.items():
         verb = "serves" if len(ranks) == 1 else "serve"
         yield fail(
             "ranks",
             f"{rank_words(ranks)} {verb} other weights than the configuration wants: {fields}",
-            "others are being loaded: wcache status shows how far that is"
-            if is_loading
-            else "wcache up, or under running engines wcache warm",
+            "others are being loaded: wcache status shows how far that is" if is_loading else mend,
         )
 
 

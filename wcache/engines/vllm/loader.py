@@ -164,7 +164,8 @@ def _attached(wanted: Wanted) -> Attachment:
             f"rank {rank} holds tensors as the checkpoint has them, which vllm fuses and lays out"
             f" in its own way: {error.message}",
             differences=error.differences,
-            hint="wcache up --model … --loader publish has the first engine fill the rank",
+            hint="wcache up --instance NAME --model … --loader publish has the first engine of that"
+            " instance publish others beside them",
         ) from None
 
 
