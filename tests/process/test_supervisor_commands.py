@@ -96,6 +96,8 @@ def test_in_the_foreground_an_absent_configuration_is_said(supervised: Supervise
     assert f"{config} is not there: no rank is started" in supervised.log()
     supervised.launch("other", "--empty")
     assert supervised.log().count("is not there") == 1
+    supervised.launch("draft")
+    assert "until wcache up --instance draft --model …" in supervised.log()
 
 
 def test_a_configuration_that_can_not_be_read_ends_it_with_that_code(

@@ -4,8 +4,10 @@ import time
 
 import pytest
 
+from wcache.daemon import words
 from wcache.daemon.load import Load
-from wcache.protocol import Progress
+from wcache.paths import RankId
+from wcache.protocol import LoadFailed, Progress
 
 pytestmark = pytest.mark.unit
 
@@ -35,3 +37,10 @@ def test_a_load_that_stands_still_is_told_as_such_until_it_moves(
     assert load.in_words().endswith("(25 %), no progress of pid 7 for 2 min")
     load.advance(Progress(phase="read", done_bytes=2 << 20, total_bytes=4 << 20))
     assert load.in_words() == "read 2.0 MiB of 4.0 MiB (50 %)"
+
+
+def test_what_mends_a_failed_load_names_the_instance() -> None:
+    failed = LoadFailed(message="no room", hint="make some, then: wcache up")
+    assert words.why(failed, RankId("a", 3)) == "no room (make some, then: wcache up --instance a)"
+    assert words.why(failed, RankId("", 3)) == "no room (make some, then: wcache up)"
+    assert words.why(LoadFailed(message="no room"), RankId("a", 3)) == "no room"

@@ -269,8 +269,7 @@ class Rank:
     def load_failed(self, peer: int, message: LoadFailed) -> Refused | None:
         if self._load is None or self._load.peer != peer:
             return answers.not_the_loader()
-        reason = message.message if not message.hint else f"{message.message} ({message.hint})"
-        self._end_load(reason)
+        self._end_load(words.why(message, self._paths.id))
         return None
 
     def peer_gone(self, peer: int) -> None:

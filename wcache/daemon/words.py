@@ -5,6 +5,9 @@ from collections.abc import Collection, Iterator
 from wcache.daemon.generation import Generation
 from wcache.daemon.holdings import Holdings
 from wcache.daemon.load import Load
+from wcache.hints import for_instance
+from wcache.paths import RankId
+from wcache.protocol import LoadFailed
 from wcache.reports import LeaseReport
 from wcache.units import size
 
@@ -47,3 +50,10 @@ def left_over(holdings: Holdings, load: Load | None) -> str:
     if holdings.candidate is not None and load is None:
         return f"other weights are wanted beside these, and no loader is at work: {way_out}"
     return ""
+
+
+def why(message: LoadFailed, rank: RankId) -> str:
+    """The reason of a failed load, with what to type for it."""
+    if not message.hint:
+        return message.message
+    return f"{message.message} ({for_instance(message.hint, rank.instance)})"

@@ -78,7 +78,7 @@ def publish(
             if isinstance(order, NothingToLoad):
                 raise WcacheError(
                     f"rank {rank_id} takes no weights now: {order.message}",
-                    hint="attach to what it holds, or wcache down it first",
+                    hint="attach to what it holds, or free that first: wcache down",
                 )
             with failure_told(control):
                 config = _checked_config(order.config, rank_id, model)

@@ -18,6 +18,7 @@ from wcache.errors import (
     TryAgainError,
     WcacheError,
 )
+from wcache.hints import for_instance
 from wcache.log import setup_logging
 from wcache.paths import InstancePaths
 from wcache.permissions import who_may
@@ -397,7 +398,9 @@ def run(
             _start_configured(parent, paths, adopted)
         elif start_configured and not adopted:
             log.warning(
-                "%s is not there: no rank is started until wcache up --model …", paths.config_file
+                "%s is not there: no rank is started until %s",
+                paths.config_file,
+                for_instance("wcache up --model …", paths.instance),
             )
         if ready_fd is not None:
             with contextlib.suppress(OSError):  # whoever waited has gone
