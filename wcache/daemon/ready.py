@@ -1,5 +1,6 @@
 """The files that tell other programs that a rank is ready."""
 
+import contextlib
 import logging
 import os
 
@@ -31,6 +32,8 @@ class Announcement:
 
     def __init__(self, paths: RankPaths) -> None:
         self._paths = paths
+        self._told: int | None = None
+        """The generation that this daemon has written them for."""
         self.problem = ""
         """Why they do not say what is true; empty when they do."""
 
@@ -42,6 +45,12 @@ class Announcement:
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             problem = f"{self._paths.ready_file} can not be written: {why}"
+            if self._told != serving.number:
+                # What lies there is of a daemon or a generation before.
+                with contextlib.suppress(OSError):
+                    withdraw(self._paths)
+        else:
+            self._told = serving.number
         if problem and problem != self.problem:
             log.error("%s", problem)
         elif self.problem and not problem:
@@ -51,7 +60,7 @@ class Announcement:
     def withdraw(self) -> None:
         """Removes both: there is nothing to say any more."""
         withdraw(self._paths)
-        self.problem = ""
+        self.problem, self._told = "", None
 
 
 def announce(paths: RankPaths, serving: GenerationReport) -> None:
