@@ -105,7 +105,7 @@ def test_the_failure_of_an_earlier_loader_is_not_taken_for_this_one() -> None:
 
 def test_a_rank_that_an_engine_fills_is_done_when_its_daemon_waits() -> None:
     assert outcome(empty(), PUBLISH) == ("ready", "up, waits for the first engine to publish")
-    assert outcome(serving(0, of=A), PUBLISH)[1].startswith("up, serves the old weights until")
+    assert outcome(serving(0, of=A), PUBLISH)[1].startswith("up, serves other weights: ")
 
 
 def test_without_the_supervisors_word_an_absent_daemon_is_no_news() -> None:

@@ -283,7 +283,8 @@ def test_a_unit_that_was_started_beside_such_a_rank_is_told_of(
     assert serving(lab, instance).pid == before.pid
     done = lab.wcache("doctor", "--instance", instance, check=False)
     assert f"{daemon(instance)} can not start: a daemon of wcache's own supervisor" in done.stdout
-    assert "wcache down ends it, and the unit then loads the weights" in done.stdout
+    ends = f"wcache down --instance {instance} ends it, and the unit then loads the weights"
+    assert ends in done.stdout
     lab.wcache("down", "--instance", instance)
     wait_for(lambda: lab.status(instance)["ready"], "the unit has loaded the weights", PATIENCE_S)
     assert lab.status(instance)["supervisor"] == "systemd"

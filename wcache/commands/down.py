@@ -1,5 +1,7 @@
 """``wcache down``: stops ranks and frees their weights."""
 
+import contextlib
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -7,6 +9,7 @@ import typer
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.errors import WcacheError
 from wcache.output import Output, counted
+from wcache.paths import InstancePaths
 from wcache.ranks import RankView, chosen, first_of, holders, rank_words, select, view
 from wcache.rollout.lock import DOWN, hold
 from wcache.units import size
@@ -57,6 +60,7 @@ def down(
             supervisor.disable(wanted)
         if up:
             supervisor.stop(up)
+            _forget(paths, found)
         if not named:
             supervisor.shutdown()
     if not up:
@@ -71,6 +75,17 @@ def down(
         return
     out.say(f"{rank_words(up)} down, {size(held)} given up")
     out.warn(f"memory that engines have mapped is free only when they end: {first_of(used)}")
+
+
+def _forget(paths: InstancePaths, stopped: Mapping[int, RankView]) -> None:
+    """Removes the records of what nobody has mapped, and so nobody can give back.
+
+    An engine that starts waits a while where one lies: for it, that rank may be restarting.
+    """
+    for rank, one in stopped.items():
+        if one.report is not None and not one.leases:
+            with contextlib.suppress(OSError):  # it costs those seconds
+                paths.rank(rank).served_file.unlink()
 
 
 def _silence(one: RankView) -> str:

@@ -9,7 +9,7 @@ from wcache.config import Config
 from wcache.errors import NotReadyError
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.ranks import RankView, rank_words, view
+from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, rank_words, view
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size
@@ -59,8 +59,9 @@ def judge(one: RankView, config: Config, *, before: RankView, elapsed_s: float) 
     if report.reclaiming:
         return Verdict(outcome="waits", said="waiting for engines to give the weights back")
     if config.model.loader == "publish":
-        until = "serves the old weights until an engine publishes others"
-        words = until if one.serving is not None else "waits for the first engine to publish"
+        words = "waits for the first engine to publish"
+        if one.serving is not None:
+            words = f"serves other weights: {PUBLISHED_AFTER_DOWN}"
         return Verdict(outcome="ready", said=f"up, {words}")
     why = [problem for problem in report.problems if "load failed" in problem]
     if _loader_failed(one, before, elapsed_s):
