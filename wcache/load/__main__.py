@@ -30,9 +30,10 @@ def main(arguments: list[str]) -> int:
 def leave(status: int) -> NoReturn:
     """Ends this process at once, whatever an engine's loader has left in it.
 
-    After vLLM's own on an H200 (one rank) the process stayed for as long as its weights were
-    served, with 0.6 GiB of context, and the next loader would have waited for its end. Python's own
-    tidying up takes up to 2 s beside it. What is to be kept is the daemon's by now.
+    After vLLM's own on an H200 (one rank) a process that had begun with the load stayed for as long
+    as the weights were served, with 0.6 GiB of context; the next loader waits for this one's end.
+    Python's own tidying up took 2 s after vLLM's on the CPU. What is to be kept is the daemon's by
+    now.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
