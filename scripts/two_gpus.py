@@ -346,6 +346,8 @@ def fp8(node: Node, _: Path, in_fp8: Path | None) -> None:
         node.starts.start("disk, nothing compiled", in_fp8, "auto", "eager")
         node.starts.start("disk, page cache warm", in_fp8, "auto", "eager")
         node.publish_and_attach(in_fp8)
+        for time_of_all in ("second", "third"):
+            node.starts.start(f"wcache, attaches a {time_of_all} time", in_fp8, "wcache", "eager")
         wcache("down", "--force")
 
 
