@@ -139,6 +139,11 @@ class InstancePaths:
         return self.state / "identity"
 
     @property
+    def architecture_folder(self) -> Path:
+        """For :class:`wcache.load.architectures.Architectures`, shared by all instances."""
+        return self.state / "architecture"
+
+    @property
     def supervisor_folder(self) -> Path:
         return self.run / (f"{self.instance}:supervisor" if self.instance else "supervisor")
 

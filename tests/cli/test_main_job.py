@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.cli.node import PATIENCE_S, SMALL, Node, wait_for
-from tests.cli.snapshot import check, environment
+from tests.cli.snapshot import check, environment, wcache
 from wcache.config import load_config
 from wcache.ranks import ask
 from wcache.wire import peer_credentials
@@ -52,6 +52,23 @@ def test_a_second_up_touches_nothing(node: Node) -> None:
     assert after.pid == before.pid
     assert after.generations == before.generations
     assert node.paths.config_file.stat().st_mtime_ns == written
+
+
+def test_a_load_of_a_known_architecture_asks_transformers_nothing(node: Node) -> None:
+    """Not the command and not the loaders: it takes each of them seconds of imports."""
+    pytest.importorskip("transformers")
+    assert node.up("--tp", "3").code == 0
+    assert node("down").code == 0
+    hidden = node.root / "hidden" / "transformers"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise AssertionError('asked')\n")
+    path = os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")])
+    up = ("up", "--model", str(node.model), *SMALL, "--tp", "3")
+    done = wcache(node.places, *up, extra={"PYTHONPATH": path})
+    assert (done.code, node.report(2).state) == (0, "ready")
+    assert node("down").code == 0
+    shutil.rmtree(node.paths.architecture_folder)
+    assert wcache(node.places, *up, extra={"PYTHONPATH": path}).code != 0
 
 
 def test_restart_keeps_the_weights_and_says_so(node: Node) -> None:

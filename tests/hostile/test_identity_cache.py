@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import llama_tensors, write_checkpoint
+from wcache import kept
 from wcache.checkpoint import Checkpoint, Identity, IdentityCache, identify, open_checkpoint
 from wcache.checkpoint import identities as module
 
@@ -102,7 +103,7 @@ def test_half_an_entry_is_written_anew(checkpoint: Checkpoint, entry: Path) -> N
 def test_an_entry_without_end_is_not_read_to_it(
     checkpoint: Checkpoint, entry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_ENTRY_BYTES", 1 << 20)
+    monkeypatch.setattr(kept, "MAX_ENTRY_BYTES", 1 << 20)
     os.truncate(entry, 1 << 40)
     assert asked(checkpoint, entry) == identify(checkpoint)
 

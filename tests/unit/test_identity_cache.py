@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
+from wcache import kept
 from wcache.checkpoint import Checkpoint, Identity, IdentityCache, identify, open_checkpoint
 from wcache.checkpoint import identities as module
 
@@ -173,7 +174,7 @@ def test_a_loader_reads_and_never_writes(counted: Counted, model: Path) -> None:
 def test_the_cache_is_bounded(
     counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(kept, "MAX_ENTRIES", 3)
     for number in range(5):
         counted(write_checkpoint(tmp_path / str(number), {"w": torch.ones(1)}))
     leftover = counted.cache.folder / f".{'0' * 32}.json.x"

@@ -30,7 +30,7 @@ from wcache.errors import CheckpointError
 from wcache.fingerprint import Fingerprint, compare, digest_of, wanted_by
 from wcache.fp8 import ON_LOAD
 from wcache.load import job
-from wcache.load.linears import quantizable
+from wcache.load.linears import fp8_layers, quantizable
 from wcache.load.placement import plan
 from wcache.load.report import failure_told
 from wcache.manifest import Manifest
@@ -229,7 +229,7 @@ def test_weights_that_are_no_numbers_are_not_quantized(tmp_path: Path, value: fl
 def test_the_weights_are_those_that_transformers_chooses(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_qwen3(tmp_path / "m"))
     names = {name for name in checkpoint.tensors if name.endswith("_proj.weight")}
-    assert quantizable(checkpoint) == names
+    assert quantizable(checkpoint, fp8_layers(checkpoint)) == names
 
 
 def test_a_checkpoint_of_the_bare_model_is_quantized_too(tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_a_checkpoint_of_the_bare_model_is_quantized_too(tmp_path: Path) -> None
         if name != "lm_head.weight"
     }
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", tensors, qwen3_config()))
-    assert "layers.0.mlp.up_proj.weight" in quantizable(checkpoint)
-    assert len(quantizable(checkpoint)) == 14
+    assert "layers.0.mlp.up_proj.weight" in quantizable(checkpoint, fp8_layers(checkpoint))
+    assert len(quantizable(checkpoint, fp8_layers(checkpoint))) == 14
 
 
 def _moe(layers: int = 1) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -263,7 +263,7 @@ def _moe(layers: int = 1) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def test_experts_are_quantized_and_their_router_is_not(tmp_path: Path) -> None:
     config, tensors = _moe()
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", tensors, config))
-    found = quantizable(checkpoint)
+    found = quantizable(checkpoint, fp8_layers(checkpoint))
     assert {name for name in found if "experts" in name} == {n for n in tensors if "experts" in n}
     assert "model.layers.0.mlp.gate.weight" not in found
 
@@ -274,7 +274,7 @@ def test_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(2, 256, 256).bfloat16()
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", tensors, config))
     with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.experts\.gate_up_proj'"):
-        quantizable(checkpoint)
+        quantizable(checkpoint, fp8_layers(checkpoint))
 
 
 def test_layers_that_the_checkpoint_names_otherwise_are_refused(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_layers_that_the_checkpoint_names_otherwise_are_refused(tmp_path: Path) 
     }
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", tensors, qwen3_config()))
     with pytest.raises(CheckpointError) as caught:
-        quantizable(checkpoint)
+        quantizable(checkpoint, fp8_layers(checkpoint))
     assert caught.value.message == (
         "transformers quantizes model.layers.1.mlp.down_proj of Qwen3ForCausalLM, which the"
         " checkpoint does not have under that name"
@@ -306,7 +306,7 @@ def test_models_that_can_not_be_built_are_one_line(
     tensors = llama_tensors(head=False)
     path = write_checkpoint(tmp_path / "m", tensors, llama_config(**change))
     with pytest.raises(CheckpointError, match=re.escape(line)) as caught:
-        quantizable(open_checkpoint(path))
+        fp8_layers(open_checkpoint(path))
     assert "\n" not in caught.value.message
 
 

@@ -2,12 +2,9 @@
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
-import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +13,11 @@ import msgspec
 from wcache.checkpoint.folder import CONFIG, INDEX, SINGLE, Checkpoint
 from wcache.checkpoint.header import stamp
 from wcache.checkpoint.identity import SCHEME, Identity, identify, whole
-from wcache.config import write_file
+from wcache.kept import KeptFolder
 from wcache.manifest import ShardIdentity
 
-log = logging.getLogger(__name__)
-
-MAX_ENTRY_BYTES = 16 << 20
-"""An entry of 200 shards has 90 KB."""
-MAX_ENTRIES = 64
 SETTLED_NS = 2_000_000_000
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_LEFTOVER = re.compile(r"\.[0-9a-f]{32}\.json\..+")
 
 
 class FileState(msgspec.Struct, frozen=True):
@@ -68,8 +59,6 @@ class IdentityCache:
     folder: Path
     keep: bool = True
     """Write what had to be computed. Not for a loader, whose sandbox has no place to write to."""
-    clock: Callable[[], int] = time.time_ns
-    """Unix time in ns, as the times of files are."""
 
     def identify(self, checkpoint: Checkpoint) -> Identity:
         """As :func:`wcache.checkpoint.identity.identify`, from the cache where it has it."""
@@ -101,55 +90,19 @@ class IdentityCache:
         return Identity(entry.digest, entry.shards)
 
     def _load(self, path: Path) -> Entry | None:
-        """The entry for the checkpoint in ``path``; None for one that could be somebody else's."""
-        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if not _is_ours(os.fstat(folder)):
-                    log.warning("%s is not used: others may write to it", self.folder)
-                    return None
-                # O_NONBLOCK because open(2) of a fifo would wait for its writer.
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-                fd = os.open(_file_name(path), flags, dir_fd=folder)
-            finally:
-                os.close(folder)
-            with os.fdopen(fd, "rb") as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
-                    return None
-                data = file.read(MAX_ENTRY_BYTES + 1)
-            if len(data) <= MAX_ENTRY_BYTES:
-                return msgspec.json.decode(data, type=Entry)
+        """The entry for the checkpoint in ``path``."""
+        data = KeptFolder(self.folder).read(_name(path))
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return msgspec.json.decode(data, type=Entry) if data is not None else None
         return None
 
     def _store(
         self, checkpoint: Checkpoint, states: tuple[FileState, ...], found: Identity
     ) -> None:
         entry = Entry(SCHEME, str(checkpoint.path), states, found.shards, found.digest)
-        try:
+        with contextlib.suppress(UnicodeError):  # names of files need not be UTF-8
             data = msgspec.json.encode(entry)
-            if len(data) > MAX_ENTRY_BYTES:
-                return
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_ours(self.folder.lstat()):
-                return
-            write_file(self.folder / _file_name(checkpoint.path), data, mode=0o600)
-            self._prune()
-        except (OSError, UnicodeError) as error:
-            log.debug("the identity of %s is not kept: %s", checkpoint.path, error)
-
-    def _prune(self) -> None:
-        """Removes the entries that were written first, and what a killed writer left."""
-        entries: list[tuple[int, str]] = []
-        with os.scandir(self.folder) as found:
-            for one in found:
-                written = one.stat(follow_symlinks=False).st_mtime_ns
-                if one.name.endswith(".json") and not one.name.startswith("."):
-                    entries.append((written, one.name))
-                elif _LEFTOVER.fullmatch(one.name) and written < self.clock() - 60 * 10**9:
-                    (self.folder / one.name).unlink(missing_ok=True)
-        for _, name in sorted(entries)[:-MAX_ENTRIES]:
-            (self.folder / name).unlink(missing_ok=True)
+            KeptFolder(self.folder).write(_name(checkpoint.path), data)
 
 
 def _states(checkpoint: Checkpoint) -> tuple[FileState, ...] | None:
@@ -174,10 +127,5 @@ def _state(path: Path, name: str) -> FileState:
     return FileState(name, nbytes, mtime_ns, status.st_ctime_ns, inode, device)
 
 
-def _is_ours(status: os.stat_result) -> bool:
-    """True for what belongs to root or this user, and nobody else may write to."""
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _file_name(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:32] + ".json"
+def _name(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:32]

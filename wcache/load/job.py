@@ -14,6 +14,7 @@ from wcache.config import Config
 from wcache.control import Control
 from wcache.errors import CheckpointError, NoSuchRankError, TryAgainError, WcacheError
 from wcache.fingerprint import Fingerprint, digest_of, held_from
+from wcache.load.architectures import Architectures
 from wcache.load.order import PUBLISH_S, ask_load, check_content
 from wcache.load.placement import plan
 from wcache.load.plan import Plan
@@ -116,11 +117,12 @@ def load(control: Conversation, order: LoadOrder, rank_id: RankId) -> int:
     progress.begin("plan", 0)
     checkpoint = open_checkpoint(Path(config.model.path))
     gate.check(checkpoint)  # before identify, which reads samples of the weights
-    # wcache up has just found it out, most of the time.
-    cache = IdentityCache(InstancePaths.of(rank_id.instance).identity_folder, keep=False)
-    identity = cache.identify(checkpoint)
+    # wcache up has just found both out, most of the time.
+    paths = InstancePaths.of(rank_id.instance)
+    identity = IdentityCache(paths.identity_folder, keep=False).identify(checkpoint)
     check_content(config, checkpoint, identity)
-    planned = plan(checkpoint, config, rank)
+    architectures = Architectures(paths.architecture_folder, keep=False)
+    planned = plan(checkpoint, config, rank, architectures)
     memory = rank_memory(config, rank)
     sizes = check_memory(config, memory, rank, planned.total_bytes)
     log.info(

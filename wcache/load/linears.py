@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,39 @@ _BUILD_ERRORS = (
 FLOATS = ("F32", "F16", "BF16", "F64")
 
 
-def quantizable(checkpoint: Checkpoint) -> frozenset[str]:
+@dataclass(frozen=True)
+class Fp8Layers:
+    """The layers of one architecture that FineGrainedFP8 of transformers would quantize.
+
+    Those are linear layers and experts, but for the output head, tied weights and what the model
+    asks to be kept in float32.
+    """
+
+    linears: frozenset[str]
+    experts: frozenset[str]
+    """Groups of experts, whose weights transformers has in one tensor."""
+    prefix: str
+    """Name of the base model in the whole model, ``model`` as a rule."""
+
+
+def fp8_layers(checkpoint: Checkpoint) -> Fp8Layers:
+    """Asks transformers, with a model on the meta device, where it takes no memory.
+
+    Raises :class:`CheckpointError` when transformers is not there or does not know the model.
+    """
+    return _layers(checkpoint.path, checkpoint.config.architecture, checkpoint.config.data)
+
+
+def quantizable(checkpoint: Checkpoint, layers: Fp8Layers) -> frozenset[str]:
     """Names of the weights that ``--quantization fp8`` quantizes.
 
-    They are those of linear layers and experts, but for the output head, tied weights and what the
-    model asks to be kept in float32, as FineGrainedFP8 of transformers has it; of these the ones
-    whose dimensions are multiples of 128, while the rest keeps its dtype. transformers is asked for
-    them with a model on the meta device, where it takes no memory.
-
-    Raises :class:`CheckpointError` when transformers is not there, does not know the model, or
-    calls the layers other names than the checkpoint.
+    They are those of ``layers`` whose dimensions are multiples of 128; the rest keeps its dtype.
+    Raises :class:`CheckpointError` when the checkpoint calls the layers other names.
     """
-    architecture = checkpoint.config.architecture
-    linears, experts, prefix = _layers(checkpoint.path, architecture, checkpoint.config.data)
     found: set[str] = set()
     met: set[str] = set()
     for name, entry in checkpoint.tensors.items():
-        layer = _layer_of(name, linears, experts, prefix)
+        layer = _layer_of(name, layers)
         if layer is None:
             continue
         met.add(layer)
@@ -52,26 +69,25 @@ def quantizable(checkpoint: Checkpoint) -> frozenset[str]:
             )
         if is_whole(entry.shape):
             found.add(name)
-    if absent := sorted({*linears, *experts} - met):
+    if absent := sorted({*layers.linears, *layers.experts} - met):
         raise CheckpointError(
-            f"transformers quantizes {absent[0]} of {architecture}, which the checkpoint does not"
-            " have under that name",
+            f"transformers quantizes {absent[0]} of {checkpoint.config.architecture}, which the"
+            " checkpoint does not have under that name",
             hint=HINT_AUTO,
         )
     return frozenset(found)
 
 
-def _layer_of(
-    name: str, linears: frozenset[str], experts: frozenset[str], prefix: str
-) -> str | None:
+def _layer_of(name: str, layers: Fp8Layers) -> str | None:
     """The layer that ``name`` is the weight of; a bare model's names have no prefix."""
-    for choice in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+    prefix = f"{layers.prefix}."
+    for choice in (name, prefix + name, name.removeprefix(prefix)):
         module, _, leaf = choice.rpartition(".")
-        if leaf == "weight" and module in linears:
+        if leaf == "weight" and module in layers.linears:
             return module
         # experts.3.up_proj.weight as files have it, experts.gate_up_proj as transformers does.
         for group in (module, module.rpartition(".")[0].rpartition(".")[0]):
-            if group in experts and not leaf.endswith("bias"):
+            if group in layers.experts and not leaf.endswith("bias"):
                 return group
     return None
 
@@ -81,11 +97,8 @@ def _layers(
     path: Path,
     architecture: str | None,
     config_json: bytes,  # noqa: ARG001  # a part of the cache's key
-) -> tuple[frozenset[str], frozenset[str], str]:
-    """Names of the linear layers and groups of experts to quantize, and of the base model.
-
-    ``config_json`` is what is in ``path``, so that a changed file is looked at again.
-    """
+) -> Fp8Layers:
+    """``config_json`` is what is in ``path``, so that a changed file is looked at again."""
     config, kind = known_model(path, architecture, HINT_AUTO)
     # Both are there by now, and heavy.
     import torch
@@ -106,8 +119,11 @@ def _layers(
             hint=HINT_AUTO,
         ) from None
     modules: Mapping[str, Any] = dict(model.named_modules())
-    prefix = str(model.base_model_prefix)
-    return _named(modules, FP8Linear), _named(modules, FP8Experts), prefix
+    return Fp8Layers(
+        linears=_named(modules, FP8Linear),
+        experts=_named(modules, FP8Experts),
+        prefix=str(model.base_model_prefix),
+    )
 
 
 def _named(modules: Mapping[str, Any], kind: type) -> frozenset[str]:

@@ -11,8 +11,9 @@ from wcache.config import Config
 from wcache.errors import CheckpointError
 from wcache.layout import Layout
 from wcache.load import blocks
+from wcache.load.architectures import ASK, Architectures
 from wcache.load.linears import quantizable
-from wcache.load.parallel import HINT_PUBLISH, ParallelPlan, read_parallel_plan
+from wcache.load.parallel import HINT_PUBLISH, ParallelPlan
 from wcache.load.plan import Part, Plan, Slice, lay_out
 from wcache.load.stages import Stages
 
@@ -34,12 +35,14 @@ _KV = ("k_proj", "v_proj", "key", "value")
 _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv")
 
 
-def plan(checkpoint: Checkpoint, config: Config, rank: int) -> Plan:
+def plan(
+    checkpoint: Checkpoint, config: Config, rank: int, architectures: Architectures = ASK
+) -> Plan:
     """What ``rank`` holds of ``checkpoint``, and where.
 
     Raises :class:`CheckpointError` when it can not be spread or quantized as ``config`` asks, with
-    the tensor and the numbers, and what :func:`wcache.gate.check` raises. transformers is needed,
-    and imported, for tp > 1, pp > 1 and quantizing only.
+    the tensor and the numbers, and what :func:`wcache.gate.check` raises. transformers is needed
+    for tp > 1, pp > 1 and quantizing only, and imported where ``architectures`` does not know.
     """
     layout = config.ranks
     if layout.ep > 1:
@@ -56,14 +59,17 @@ def plan(checkpoint: Checkpoint, config: Config, rank: int) -> Plan:
         )
     # A checkpoint in FP8 is what was asked for already.
     on_load = config.model.quantization == "fp8" and method == "none"
+    quantized = (
+        quantizable(checkpoint, architectures.fp8_layers(checkpoint)) if on_load else frozenset()
+    )
     return place(
         checkpoint,
         layout,
         rank,
         dtype=DTYPES.get(config.model.dtype),
-        parallel=read_parallel_plan(checkpoint) if is_spread else None,
+        parallel=architectures.parallel_plan(checkpoint) if is_spread else None,
         tied=tied_embedding(checkpoint),
-        quantized=quantizable(checkpoint) if on_load else frozenset(),
+        quantized=quantized,
     )
 
 

@@ -74,7 +74,8 @@ def _outlook(
     held = sum(views[rank].held_bytes for rank in ranks)
     try:
         wanted = from_config(config, identities=IdentityCache(instance.identity_folder))
-        taken = [need for need in needs(wanted.checkpoint, config, out) if need.rank in ranks]
+        of_all = needs(wanted.checkpoint, config, instance, out)
+        taken = [need for need in of_all if need.rank in ranks]
         check_memory(taken, Free(), views, Others(instance))
     except WcacheError as error:
         # Nothing is lost by it: a load that fails leaves what is served alone.

@@ -144,7 +144,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         # long as nothing is to be loaded: that is why this is not looked at earlier.
         if args.model is None and not all(views[r].serves(config) or r in back for r in local):
             wanted = from_config(config, identities=IdentityCache(paths.identity_folder))
-        taken = needs(wanted.checkpoint, config, out)
+        taken = needs(wanted.checkpoint, config, paths, out)
         rollout = decide(views, config)
         # What an up that was interrupted has loaded has its memory already.
         held = [rank for rank in rollout.load if views[rank].holding(config) is not None]
@@ -187,17 +187,21 @@ def _wanted(args: Args, paths: InstancePaths, old: Config | None, out: Output) -
     return wanted
 
 
-def needs(checkpoint: Checkpoint | None, config: Config, out: Output) -> list[Need]:
+def needs(
+    checkpoint: Checkpoint | None, config: Config, paths: InstancePaths, out: Output
+) -> list[Need]:
     """What every rank of this node will take; raises when one of them can not be made."""
     if checkpoint is None:
         return []
+    from wcache.load.architectures import Architectures
     from wcache.load.placement import plan
 
+    architectures = Architectures(paths.architecture_folder)
     uuids, layout = config.memory.devices, config.ranks
     found = []
     has_fp8 = False
     for rank in layout.local_ranks():
-        planned = plan(checkpoint, config, rank)
+        planned = plan(checkpoint, config, rank, architectures)
         has_fp8 = has_fp8 or any(target.dtype == WEIGHT_DTYPE for target in planned.targets)
         nbytes = sum(slab_sizes(planned.total_bytes, config.memory.slab_bytes, SLAB_GRANULARITY))
         place = layout.coordinates(rank).local_rank

@@ -133,7 +133,7 @@ def prepare(
     taken = {}
     up = [one for one in views.values() if one.report is not None]
     if any(one.holding(config) is None or _moved(one, config) for one in up):
-        found = needs(checkpoint_of(wanted, paths), config, out)
+        found = needs(checkpoint_of(wanted, paths), config, paths, out)
         taken = {need.rank: need for need in found}
     elif up and (why := why_not_again(config, IdentityCache(paths.identity_folder))):
         out.warn(why)

@@ -1,0 +1,196 @@
+"""transformers is asked once about an architecture, and again when anything that counts changed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import llama_config, llama_tensors, write_checkpoint, write_llama
+from tests.checkpoints import write_qwen3 as write_quantizable
+from wcache.checkpoint import Checkpoint, open_checkpoint
+from wcache.config import Config, LayoutSection, ModelSection
+from wcache.errors import CheckpointError
+from wcache.load import architectures as module
+from wcache.load.architectures import Architectures, released
+from wcache.load.linears import fp8_layers
+from wcache.load.parallel import read_parallel_plan
+from wcache.load.placement import plan
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.unit
+
+
+class Asked:
+    """How many times transformers was asked, through a cache in ``folder``."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.times = 0
+        for ask in (read_parallel_plan, fp8_layers):
+            monkeypatch.setattr(module, ask.__name__, self._counting(ask))
+        monkeypatch.setattr(module, "released", lambda: "5.0.0")
+
+    def _counting(self, ask: Any) -> Any:
+        def asking(checkpoint: Checkpoint) -> Any:
+            self.times += 1
+            return ask(checkpoint)
+
+        return asking
+
+    def plan(self, path: Path, *, keep: bool = True) -> Any:
+        return Architectures(self.folder, keep).parallel_plan(open_checkpoint(path))
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(tmp_path / "state" / "architecture", monkeypatch)
+
+
+def test_what_was_told_is_not_asked_again(asked: Asked, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m")
+    first = asked.plan(path)
+    assert asked.plan(path) == first == read_parallel_plan(open_checkpoint(path))
+    assert asked.times == 1
+
+
+def test_layers_to_quantize_are_not_asked_again(asked: Asked, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_quantizable(tmp_path / "m"))
+    cache = Architectures(asked.folder)
+    first = cache.fp8_layers(checkpoint)
+    assert cache.fp8_layers(checkpoint) == first == fp8_layers(checkpoint)
+    assert first.linears
+    assert asked.times == 1
+    cache.parallel_plan(checkpoint)
+    assert asked.times == 2
+
+
+def test_weights_elsewhere_with_the_same_configuration_are_not_asked_for(
+    asked: Asked, tmp_path: Path
+) -> None:
+    asked.plan(write_llama(tmp_path / "m"))
+    asked.plan(write_checkpoint(tmp_path / "other", llama_tensors(seed=3)))
+    assert asked.times == 1
+
+
+def test_another_configuration_is_asked_for(asked: Asked, tmp_path: Path) -> None:
+    asked.plan(write_llama(tmp_path / "m"))
+    config = llama_config(num_attention_heads=12)
+    found = asked.plan(write_checkpoint(tmp_path / "other", llama_tensors(), config))
+    assert found.attention_heads == (12,)
+    assert asked.times == 2
+
+
+def test_another_version_is_asked(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_llama(tmp_path / "m")
+    asked.plan(path)
+    monkeypatch.setattr(module, "released", lambda: "5.0.1")
+    asked.plan(path)
+    assert asked.times == 2
+
+
+def test_another_scheme_is_asked_for(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_llama(tmp_path / "m")
+    asked.plan(path)
+    monkeypatch.setattr(module, "SCHEME", module.SCHEME + 1)
+    asked.plan(path)
+    assert asked.times == 2
+
+
+def test_what_a_working_copy_says_is_not_kept(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "released", lambda: None)
+    path = write_llama(tmp_path / "m")
+    asked.plan(path)
+    asked.plan(path)
+    assert asked.times == 2
+    assert not asked.folder.exists()
+
+
+def test_a_loader_reads_and_never_writes(asked: Asked, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m")
+    asked.plan(path, keep=False)
+    assert not asked.folder.exists()
+    asked.plan(path)
+    asked.plan(path, keep=False)
+    assert asked.times == 2
+
+
+def test_a_refusal_is_not_kept(asked: Asked, tmp_path: Path) -> None:
+    config = llama_config(architectures=["NoSuchForCausalLM"])
+    path = write_checkpoint(tmp_path / "m", llama_tensors(), config)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="does not know NoSuchForCausalLM"):
+            asked.plan(path)
+    assert asked.times == 2
+
+
+def test_a_place_that_can_not_be_written_to_is_no_fault(asked: Asked, tmp_path: Path) -> None:
+    asked.folder.parent.touch()
+    path = write_llama(tmp_path / "m")
+    assert asked.plan(path) == read_parallel_plan(open_checkpoint(path))
+
+
+# --- which version it is -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The metadata of a transformers that is found first."""
+    info = tmp_path / "site" / "transformers-9.9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 9.9.9\n")
+    monkeypatch.syspath_prepend(str(info.parent))
+    return info
+
+
+def test_a_release_is_told_by_its_number(installed: Path) -> None:
+    assert installed.is_dir()
+    assert released() == "9.9.9"
+
+
+def test_what_was_installed_from_a_folder_has_no_number_to_go_by(installed: Path) -> None:
+    told = '{"url": "file:///home/me/transformers", "dir_info": {"editable": true}}'
+    (installed / "direct_url.json").write_text(told)
+    assert released() is None
+
+
+# --- what it is for ------------------------------------------------------------------------------
+
+_PLANNED = """
+import sys
+from pathlib import Path
+from wcache.checkpoint import open_checkpoint
+from wcache.config import Config, LayoutSection, ModelSection
+from wcache.load.architectures import Architectures
+from wcache.load.placement import plan
+path, folder, quantization = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+config = Config(model=ModelSection(path=str(path), quantization=quantization),
+                layout=LayoutSection(tp=2))
+print(plan(open_checkpoint(path), config, 1, Architectures(folder, keep=False)).total_bytes)
+print(*sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+def test_a_plan_that_is_known_imports_neither_transformers_nor_torch(
+    tmp_path: Path, quantization: Any
+) -> None:
+    path, folder = write_quantizable(tmp_path / "m"), tmp_path / "architecture"
+    config = Config(
+        model=ModelSection(path=str(path), quantization=quantization), layout=LayoutSection(tp=2)
+    )
+    want = plan(open_checkpoint(path), config, 1, Architectures(folder))
+    assert want == plan(open_checkpoint(path), config, 1)
+    told = subprocess.run(
+        [sys.executable, "-c", _PLANNED, path, folder, quantization],
+        capture_output=True, text=True, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    ).stdout  # fmt: skip
+    assert told == f"{want.total_bytes}\n\n"
