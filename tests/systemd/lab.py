@@ -130,6 +130,20 @@ class Lab:
         text = self.systemctl("show", unit, "--property", ",".join(properties))
         return dict(line.split("=", 1) for line in text.splitlines())
 
+    @contextlib.contextmanager
+    def drop_in(self, unit: str, text: str) -> Iterator[None]:
+        """Settings of the operator's own for ``unit``, as by systemctl edit --runtime."""
+        folder = f"/run/systemd/system/{unit}.d"
+        self.path(folder).mkdir(parents=True)
+        self.write(f"{folder}/override.conf", text)
+        self.systemctl("daemon-reload")
+        try:
+            yield
+        finally:
+            self.path(f"{folder}/override.conf").unlink()
+            self.path(folder).rmdir()
+            self.systemctl("daemon-reload")
+
     def journal(self, unit: str) -> str:
         return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit).stdout
 

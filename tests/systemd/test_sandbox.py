@@ -1,5 +1,7 @@
 """That the sandbox of the units leaves room for what daemon, loader and engine really do."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.processes import wait_for
@@ -98,6 +100,24 @@ def test_the_daemon_has_no_network_no_device_and_no_right_but_one(lab: Lab, inst
     assert not any(name.startswith(("nvidia", "tty", "sd")) for name in names if name != "tty")
     own, init = (lab.run("readlink", f"/proc/{pid}/ns/net").stdout for pid in (found.pid, 1))
     assert own != init
+
+
+def test_the_loader_reads_what_up_was_told_of_the_architecture(lab: Lab, instance: str) -> None:
+    """It asks transformers nothing then, which takes it seconds of imports."""
+    where = "import importlib.util as u; print(u.find_spec('transformers').origin)"
+    package = Path(lab.run(PYTHON, "-c", where).stdout.strip()).parent
+    lab.wcache("up", "--instance", instance, "--model", MODEL, *SMALL, "--tp", "3")
+    lab.wcache("down", "--instance", instance)
+    with lab.drop_in("wcache-load@.service", f"[Service]\nInaccessiblePaths={package}\n"):
+        lab.systemctl("start", daemon(instance, 1))
+        found = lab.report(1, instance)
+        assert found is not None
+        assert found.serving is not None
+        # And it is this that it was spared.
+        for path in lab.paths(instance).architecture_folder.iterdir():
+            path.unlink()
+        lab.systemctl("start", daemon(instance, 2), check=False)
+        assert lab.show(daemon(instance, 2), "Result") != {"Result": "success"}
 
 
 def test_a_daemon_that_is_killed_in_a_load_loads_again(lab: Lab, instance: str) -> None:

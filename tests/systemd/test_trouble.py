@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -33,21 +32,6 @@ def problems(lab: Lab, instance: str) -> str:
     return lab.wcache("status", "--instance", instance, check=False).stderr
 
 
-@contextmanager
-def drop_in(lab: Lab, instance: str, text: str) -> Iterator[None]:
-    """A setting of the operator's own for the daemon's unit, as by systemctl edit --runtime."""
-    folder = f"/run/systemd/system/{daemon(instance)}.d"
-    lab.path(folder).mkdir(parents=True)
-    lab.write(f"{folder}/override.conf", text)
-    lab.systemctl("daemon-reload")
-    try:
-        yield
-    finally:
-        lab.path(f"{folder}/override.conf").unlink()
-        lab.path(folder).rmdir()
-        lab.systemctl("daemon-reload")
-
-
 def test_a_restart_of_a_masked_unit_is_refused_and_frees_nothing(lab: Lab, instance: str) -> None:
     up(lab, instance)
     before = serving(lab, instance)
@@ -71,7 +55,7 @@ def test_a_restart_of_a_masked_unit_is_refused_and_frees_nothing(lab: Lab, insta
 
 
 def test_a_store_that_is_too_small_is_found_and_can_be_mended(lab: Lab, instance: str) -> None:
-    with drop_in(lab, instance, "[Service]\nFileDescriptorStoreMax=2\n"):
+    with lab.drop_in(daemon(instance), "[Service]\nFileDescriptorStoreMax=2\n"):
         done = up(lab, instance)
         before = serving(lab, instance)
         words = f"the supervisor keeps 2 of {before.expected_fds} descriptors"
@@ -101,7 +85,7 @@ def test_a_store_that_is_too_small_is_found_and_can_be_mended(lab: Lab, instance
 
 def test_a_rank_in_its_start_limit_is_said_and_started_by_command(lab: Lab, instance: str) -> None:
     limit = "[Unit]\nStartLimitIntervalSec=1h\nStartLimitBurst=2\n"
-    with drop_in(lab, instance, limit):
+    with lab.drop_in(daemon(instance), limit):
         up(lab, instance)
         for _ in range(3):  # up has reloaded systemd when it enabled the rank, and so the count
             lab.systemctl("restart", daemon(instance), check=False)
