@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from wcache.fingerprint import Difference
+    from wcache.difference import Difference
 
 
 class ExitCode(IntEnum):

@@ -6,6 +6,7 @@ import msgspec
 
 import wcache
 from wcache.config import Config, ModelSection
+from wcache.difference import Difference
 
 NOT_SET = "not set"
 
@@ -52,17 +53,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def digest(self) -> str:
         """``sha256:`` and 64 hexadecimal digits over the canonical JSON of all fields."""
         return digest_of(self)
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """One field in which the held weights are not the wanted ones."""
-
-    field: str
-    cached: str
-    wanted: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: cached {self.cached}, wanted {self.wanted}"
 
 
 def compare(held: Fingerprint, wanted: Fingerprint) -> tuple[Difference, ...]:

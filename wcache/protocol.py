@@ -11,8 +11,9 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from wcache.config import Config
+from wcache.difference import Difference
 from wcache.errors import ProtocolError
-from wcache.fingerprint import Difference, Fingerprint
+from wcache.fingerprint import Fingerprint
 from wcache.manifest import SlabInfo
 from wcache.reports import (
     FreedReport,

@@ -1,6 +1,5 @@
 """What is known of an instance's ranks, asked of their daemons and of their supervisor."""
 
-import re
 import stat
 import time
 from collections.abc import Iterable, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 
 from wcache.config import Config, load_config
 from wcache.control import Control, SilentDaemonError
+from wcache.difference import Difference
 from wcache.errors import (
     ConfigError,
     NoPermissionError,
@@ -17,7 +17,7 @@ from wcache.errors import (
     UsageError,
     WcacheError,
 )
-from wcache.fingerprint import Difference, compare, wanted_by
+from wcache.fingerprint import compare, wanted_by
 from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId, RankPaths, check_instance_name
 from wcache.permissions import may_exist
@@ -36,7 +36,6 @@ _AT_ONCE = 16
 _COMMAND_LENGTH = 80
 _HOLDERS_TOLD = 8
 _PAUSE_S = 0.1
-_DIGEST = re.compile(r"(sha256:[0-9a-f]{12})[0-9a-f]{52}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,11 +292,6 @@ def rank_words(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0 to 7``."""
     order = sorted(ranks)
     return f"{'rank' if len(order) == 1 else 'ranks'} {span(order)}"
-
-
-def brief(difference: Difference) -> str:
-    """A difference with its digests cut to what tells them apart at a glance."""
-    return _DIGEST.sub(r"\1…", str(difference))
 
 
 def holders(views: Iterable[RankView]) -> list[str]:

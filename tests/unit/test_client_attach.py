@@ -23,6 +23,7 @@ from tests.weights import FINGERPRINT, Holder, cached
 from wcache import manifest as manifests
 from wcache.client import attach, connect
 from wcache.control import SilentDaemonError, own_command
+from wcache.difference import Difference
 from wcache.errors import (
     ManifestError,
     MismatchError,
@@ -33,7 +34,7 @@ from wcache.errors import (
     UsageError,
     WcacheError,
 )
-from wcache.fingerprint import Difference, Fingerprint
+from wcache.fingerprint import Fingerprint
 from wcache.manifest import Manifest, SlabInfo
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import create_sealed

@@ -22,6 +22,7 @@ from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import AccessSection, Config, LayoutSection, MemorySection, ModelSection
 from wcache.daemon.ready import Ready
 from wcache.devices import Gpu
+from wcache.difference import Difference
 from wcache.doctor import (
     CHECKS,
     Check,
@@ -38,7 +39,7 @@ from wcache.doctor import (
 )
 from wcache.doctor import gpu as gpu_checks
 from wcache.errors import NoPermissionError, TryAgainError, WcacheError
-from wcache.fingerprint import Difference, Fingerprint
+from wcache.fingerprint import Fingerprint
 from wcache.install import Target, install, plan
 from wcache.protocol import Report
 from wcache.ranks import RankView

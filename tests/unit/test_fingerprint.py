@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from wcache.config import Config, LayoutSection, MemorySection, ModelSection
+from wcache.difference import Difference
 from wcache.fingerprint import (
-    Difference,
     Fingerprint,
     compare,
     differences,

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from wcache.daemon.refusals import BURST, MAX_DIFFERENCES, MAX_TEXT, PERIOD_S, Refusals
-from wcache.fingerprint import Difference
+from wcache.difference import Difference
 from wcache.protocol import Refused
 from wcache.reports import LeaseReport
 

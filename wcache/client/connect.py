@@ -8,6 +8,7 @@ from wcache.client.collector import collector_paused
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import FIRST_PAUSE_S, LONGEST_PAUSE_S, Lease
 from wcache.control import DEFAULT_TIMEOUT_S, Control, EndedDaemonError, SilentDaemonError
+from wcache.difference import Difference
 from wcache.errors import (
     ManifestError,
     MismatchError,
@@ -17,7 +18,7 @@ from wcache.errors import (
     UsageError,
     WcacheError,
 )
-from wcache.fingerprint import Difference, Fingerprint, compare
+from wcache.fingerprint import Fingerprint, compare
 from wcache.manifest import MAX_MANIFEST_BYTES, Manifest
 from wcache.memory import open_memory
 from wcache.memory.descriptor import check_descriptor

@@ -9,11 +9,12 @@ import wcache
 from wcache.commands import gpu_memory
 from wcache.commands.gpu_memory import GpuStatus
 from wcache.config import Config, Loader
+from wcache.difference import Difference, brief
 from wcache.errors import ConfigError, ExitCode, NoPermissionError, WcacheError
-from wcache.fingerprint import Difference, Fingerprint
+from wcache.fingerprint import Fingerprint
 from wcache.output import Table
 from wcache.paths import InstancePaths
-from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, brief, read_config, view
+from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, read_config, view
 from wcache.reports import GenerationRole, How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor

@@ -1,7 +1,7 @@
 """The words in which a rank says no, or that there is nothing to do. Pure."""
 
 from wcache.daemon.load import Load
-from wcache.fingerprint import Difference
+from wcache.difference import Difference
 from wcache.paths import RankId
 from wcache.protocol import AskLoad, NothingToLoad, Refused
 from wcache.reports import LeaseReport

@@ -18,8 +18,9 @@ from wcache.daemon.generation import Generation, accept, check_is_wanted
 from wcache.daemon.holdings import Holdings
 from wcache.daemon.load import Load
 from wcache.daemon.reclaim import Reclaim, Standing
+from wcache.difference import Difference
 from wcache.errors import ConfigError, ManifestError, ProtocolError
-from wcache.fingerprint import Difference, Fingerprint, compare
+from wcache.fingerprint import Fingerprint, compare
 from wcache.notify import Notifier
 from wcache.paths import RankPaths
 from wcache.protocol import (

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from wcache.fingerprint import Difference
+from wcache.difference import Difference
 from wcache.protocol import Refused
 from wcache.reports import LeaseReport
 

@@ -8,6 +8,7 @@ import msgspec
 import wcache
 from wcache.control import SilentDaemonError, connect_socket
 from wcache.daemon.ready import Ready
+from wcache.difference import brief
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import INSIDE, look_again, unseen
@@ -15,7 +16,7 @@ from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, Wcache
 from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.permissions import who_may
-from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, brief, rank_words
+from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, rank_words
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 

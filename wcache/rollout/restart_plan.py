@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from wcache.config import Config
+from wcache.difference import brief
 from wcache.errors import WcacheError
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.ranks import RankView, brief, first_of, holders, rank_words
+from wcache.ranks import RankView, first_of, holders, rank_words
 from wcache.units import size
 
 

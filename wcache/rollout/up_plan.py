@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from wcache.config import Config
 from wcache.devices import CONTEXT_BYTES
+from wcache.difference import brief
 from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
-from wcache.ranks import RankView, brief, first_of, holders, rank_words
+from wcache.ranks import RankView, first_of, holders, rank_words
 from wcache.units import size
 
 LOADER_CONTEXT_BYTES = CONTEXT_BYTES

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from wcache.checkpoint import Identity, diff, identify, open_checkpoint
 from wcache.config import Config
+from wcache.difference import brief
 from wcache.errors import CheckpointError, ProtocolError
 from wcache.fingerprint import compare, wanted_by
 from wcache.manifest import Manifest
 from wcache.memory.descriptor import check_descriptor
 from wcache.output import counted
-from wcache.ranks import brief
 from wcache.units import size
 from wcache.verify.held import Held
 from wcache.verify.result import Result, some

@@ -11,6 +11,7 @@ import torch
 
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.client import Attachment, attach
+from wcache.difference import Difference
 from wcache.engines.account import Account
 from wcache.engines.orders import INSTANCE, Orders, is_ordered, report
 from wcache.engines.transformers.disk import Disk
@@ -18,7 +19,7 @@ from wcache.engines.transformers.model import build, check_device, check_is_whol
 from wcache.engines.transformers.place import Place, leave
 from wcache.engines.transformers.source import Source
 from wcache.errors import MismatchError, UsageError, WcacheError
-from wcache.fingerprint import Difference, Fingerprint
+from wcache.fingerprint import Fingerprint
 from wcache.hints import note
 from wcache.hub import is_hub_id, resolve_model
 from wcache.paths import RankId, check_instance_name
