@@ -67,6 +67,14 @@ def test_layers_to_quantize_are_not_asked_again(asked: Asked, tmp_path: Path) ->
     assert asked.times == 2
 
 
+def test_a_person_is_told_before_the_seconds_that_it_takes(asked: Asked, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_llama(tmp_path / "m"))
+    told: list[str] = []
+    for _ in range(2):
+        Architectures(asked.folder, tell=told.append).parallel_plan(checkpoint)
+    assert told == ["LlamaForCausalLM: asking transformers 5.0.0 how it is spread over ranks"]
+
+
 def test_weights_elsewhere_with_the_same_configuration_are_not_asked_for(
     asked: Asked, tmp_path: Path
 ) -> None:

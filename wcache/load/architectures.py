@@ -42,16 +42,22 @@ class Architectures:
     folder: Path | None = None
     keep: bool = True
     """Write what had to be asked. Not for a loader, whose sandbox has no place to write to."""
+    tell: Callable[[str], None] | None = None
+    """Is called with a line before transformers is asked."""
 
     def parallel_plan(self, checkpoint: Checkpoint) -> ParallelPlan:
         """As :func:`wcache.load.parallel.read_parallel_plan`."""
-        return self._answer(checkpoint, ParallelPlan, read_parallel_plan)
+        what = "how it is spread over ranks"
+        return self._answer(checkpoint, what, ParallelPlan, read_parallel_plan)
 
     def fp8_layers(self, checkpoint: Checkpoint) -> Fp8Layers:
         """As :func:`wcache.load.linears.fp8_layers`."""
-        return self._answer(checkpoint, Fp8Layers, fp8_layers)
+        what = "which of its layers become FP8"
+        return self._answer(checkpoint, what, Fp8Layers, fp8_layers)
 
-    def _answer(self, checkpoint: Checkpoint, kind: type[T], ask: Callable[[Checkpoint], T]) -> T:
+    def _answer(
+        self, checkpoint: Checkpoint, what: str, kind: type[T], ask: Callable[[Checkpoint], T]
+    ) -> T:
         version = released()
         if self.folder is None or version is None:
             return ask(checkpoint)
@@ -61,6 +67,9 @@ class Architectures:
         folder = KeptFolder(self.folder)
         if (known := _decoded(folder.read(name), about, kind)) is not None:
             return known
+        if self.tell is not None:
+            model = checkpoint.config.architecture or "a model of no architecture"
+            self.tell(f"{model}: asking transformers {version} {what}")
         found = ask(checkpoint)
         if self.keep:
             folder.write(name, _encoded(about, found))

@@ -50,7 +50,7 @@ def read(
 
     wanted = candidate(args, load_config(paths.config_file), paths, previous=previous)
     checkpoint, config = checkpoint_of(wanted, paths), wanted.config
-    architectures = Architectures(paths.architecture_folder)
+    architectures = Architectures(paths.architecture_folder, tell=out.say)
     ranges = file_ranges(
         target.source
         for rank in _ranks(config, ranks)

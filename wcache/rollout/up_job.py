@@ -196,7 +196,7 @@ def needs(
     from wcache.load.architectures import Architectures
     from wcache.load.placement import plan
 
-    architectures = Architectures(paths.architecture_folder)
+    architectures = Architectures(paths.architecture_folder, tell=out.say)
     uuids, layout = config.memory.devices, config.ranks
     found = []
     has_fp8 = False
