@@ -15,6 +15,7 @@ from wcache.memory.slab import Slab
 from wcache.paths import RankPaths
 from wcache.protocol import (
     REQUESTS,
+    AskLoad,
     Attach,
     Attached,
     Descriptors,
@@ -30,7 +31,7 @@ from wcache.protocol import (
 )
 from wcache.wire import close_all
 
-Question = Attach | Renew | Offer
+Question = Attach | AskLoad | Renew | Offer
 Answer = Callable[[Question], Reply | None]
 
 

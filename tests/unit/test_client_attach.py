@@ -21,7 +21,7 @@ from tests.processes import PATIENCE_S, wait_for
 from tests.tiny_daemon import Question, TinyDaemon
 from tests.weights import FINGERPRINT, Holder, cached
 from wcache import manifest as manifests
-from wcache.client import attach, connect
+from wcache.client import attach
 from wcache.control import SilentDaemonError, own_command
 from wcache.difference import Difference
 from wcache.errors import (
@@ -364,13 +364,10 @@ def test_daemon_that_dies_while_it_is_asked_is_asked_again(daemon: TinyDaemon, o
     assert not answers
 
 
-def test_daemon_that_always_dies_while_it_is_asked(
-    daemon: TinyDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connect, "COMES_BACK_S", 0.1)
+def test_daemon_that_always_dies_while_it_is_asked(daemon: TinyDaemon) -> None:
     daemon.answer = lambda _: None
     with pytest.raises(TryAgainError, match="ended while it was asked"):
-        attach()
+        attach(comes_back_s=0.1)
 
 
 def test_daemon_that_never_answers(daemon: TinyDaemon) -> None:

@@ -42,6 +42,7 @@ def attach(
     wanted: Fingerprint | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     wait_s: float = 0.0,
+    comes_back_s: float = COMES_BACK_S,
     access: Access = Access.READ,
 ) -> Attachment:
     """Maps the weights of a rank and takes a lease on them.
@@ -49,7 +50,7 @@ def attach(
     ``rank`` and ``instance`` default to WCACHE_RANK and WCACHE_INSTANCE, then to rank 0 of the
     default instance. ``timeout_s`` bounds each wait for a daemon that does not answer; ``wait_s``
     is how long to go on asking while the rank is not up or not ready; a daemon that ends while it
-    is asked, or that was there before, is given :data:`COMES_BACK_S` in any case. ``access`` is
+    is asked, or that was there before, is given ``comes_back_s`` in any case. ``access`` is
     :attr:`Access.READ`, or :attr:`Access.PRIVATE` for host memory that an engine writes to.
 
     Raises :class:`MismatchError` with every field of ``wanted`` that the held weights do not meet,
@@ -68,7 +69,7 @@ def attach(
         except (NotReadyError, NoSuchRankError, TryAgainError) as error:
             if not has_ended and _may_come_back(paths, error):
                 has_ended = True
-                deadline = max(deadline, time.monotonic() + COMES_BACK_S)
+                deadline = max(deadline, time.monotonic() + comes_back_s)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise

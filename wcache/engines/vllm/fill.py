@@ -12,9 +12,9 @@ import torch
 
 from wcache.client import Attachment
 from wcache.client.slots import Tree
-from wcache.control import Control
+from wcache.control import Control, SilentDaemonError
 from wcache.engines.vllm.wanted import Wanted, is_same_model
-from wcache.errors import MismatchError, UsageError
+from wcache.errors import MismatchError, TryAgainError, UsageError
 from wcache.fingerprint import Fingerprint, compare, held_from
 from wcache.load.harvest import Source, harvest, quantization_of
 from wcache.load.order import PUBLISH_S, ask_load
@@ -39,7 +39,8 @@ def claim(wanted: Wanted, model_config: Any) -> Claim | None:
     """Asks an empty daemon to be the one that publishes; None when it is not empty any more.
 
     Raises :class:`MismatchError` when the daemon waits for another model or layout,
-    :class:`wcache.errors.TryAgainError` while somebody else publishes, and
+    :class:`TryAgainError` while somebody else publishes or when the daemon ends meanwhile,
+    :class:`SilentDaemonError` when it does not answer, and
     :class:`wcache.control.RefusedError` when its weights come from a loader.
     """
     control = Control.connect(RankPaths.of(wanted.rank), "loader")
@@ -50,6 +51,14 @@ def claim(wanted: Wanted, model_config: Any) -> Claim | None:
             return None
         _check_order(order, wanted, model_config)
         control.channel.settimeout(PUBLISH_S)
+    except TimeoutError:
+        control.close()
+        raise SilentDaemonError(f"daemon of rank {wanted.rank} does not answer") from None
+    except OSError as error:
+        control.close()
+        raise TryAgainError(
+            f"daemon of rank {wanted.rank} ended while it was asked: {error}"
+        ) from None
     except BaseException:
         control.close()
         raise

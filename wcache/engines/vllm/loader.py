@@ -9,38 +9,24 @@ import vllm
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from wcache.client import Attachment, attach
-from wcache.client.connect import COMES_BACK_S
-from wcache.control import RefusedError
+from wcache.client import Attachment
 from wcache.engines.account import Account
 from wcache.engines.orders import Orders
 from wcache.engines.vllm import versions
 from wcache.engines.vllm.build import build
 from wcache.engines.vllm.disk import WatchedLoader, disk_config
-from wcache.engines.vllm.fill import Claim, claim, point_at, publish
+from wcache.engines.vllm.fill import Claim, point_at, publish
+from wcache.engines.vllm.obtain import attached, obtain, settled
 from wcache.engines.vllm.refusals import check_features, check_is_target
 from wcache.engines.vllm.wanted import Wanted, rank_of, wanted_by
-from wcache.errors import (
-    MismatchError,
-    NotReadyError,
-    TryAgainError,
-    UnsupportedQuantForIPCError,
-    UsageError,
-    WcacheError,
-)
+from wcache.errors import UnsupportedQuantForIPCError, UsageError, WcacheError
 from wcache.fingerprint import compare
 from wcache.hints import note
 from wcache.load.report import ProgressReport, failure_told
-from wcache.paths import RankPaths
-from wcache.protocol import Report
-from wcache.ranks import ask_when_back
 from wcache.units import size
 
 # Below vLLM's own logger, whose handlers are the engine's log.
 log = logging.getLogger("vllm.wcache")
-
-_PUBLISHER_WAIT_S = 3600.0
-_PAUSE_S = 0.2
 
 
 class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no types here
@@ -64,7 +50,7 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
         """Bytes on the GPU that this rank will map; vLLM takes them off its memory budget."""
         try:
             wanted = wanted_by(vllm_config, self._orders)
-            found = _settled(wanted)
+            found = settled(wanted)
         except WcacheError as error:
             log.warning("no weights are counted as held elsewhere: %s", error.message)
             return 0
@@ -101,72 +87,12 @@ class WcacheModelLoader(BaseModelLoader):  # type: ignore[misc]  # vllm has no t
             return load.from_disk(error, None)
         begun = time.perf_counter()
         try:
-            found = _obtain(wanted, model_config)
+            found = obtain(wanted, model_config)
         except WcacheError as error:
             return load.from_disk(error, wanted)
         if isinstance(found, Claim):
             return load.publishing(found, wanted)
         return load.attached(found, wanted, begun)
-
-
-def _settled(wanted: Wanted) -> Report | None:
-    """What the rank's daemon holds, once no other engine is on the way to publish it.
-
-    vLLM compares the GPU's memory before its load with that after it: what somebody else takes in
-    between would be counted as this engine's (vllm #55827). A daemon that is being restarted is
-    waited for as :func:`attach` does it: what it holds would else be counted as free.
-    """
-    deadline = time.monotonic() + _PUBLISHER_WAIT_S
-    while True:
-        found = ask_when_back(RankPaths.of(wanted.rank), COMES_BACK_S)
-        is_filled = found is None or found.serving is not None or found.progress is None
-        if is_filled or time.monotonic() > deadline:
-            return found
-        time.sleep(_PAUSE_S)
-
-
-def _obtain(wanted: Wanted, model_config: Any) -> Attachment | Claim:
-    """An attachment, or the right to publish; waits while another engine publishes.
-
-    Raises :class:`WcacheError` that says why there is neither.
-    """
-    deadline = time.monotonic() + _PUBLISHER_WAIT_S
-    waits = False
-    while True:
-        try:
-            return _attached(wanted)
-        except NotReadyError as error:
-            not_ready = error
-        try:
-            if (claimed := claim(wanted, model_config)) is not None:
-                return claimed
-        except TryAgainError as error:
-            if time.monotonic() > deadline:
-                raise
-            if not waits:
-                log.info("wcache: waiting to attach: %s", error.message)
-            waits = True
-        except RefusedError:
-            raise not_ready from None  # a loader fills it, and has not, or could not
-        time.sleep(_PAUSE_S)
-
-
-def _attached(wanted: Wanted) -> Attachment:
-    rank = wanted.rank
-    try:
-        return attach(rank=rank.rank, instance=rank.instance, wanted=wanted.fingerprint)
-    except MismatchError as error:
-        if [one.field for one in error.differences] == ["device_uuid"]:
-            error.hint = "wcache run shows vllm the GPUs in the order of the ranks"
-        if ("engine", "unknown") not in ((one.field, one.cached) for one in error.differences):
-            raise
-        raise MismatchError(
-            f"rank {rank} holds tensors as the checkpoint has them, which vllm fuses and lays out"
-            f" in its own way: {error.message}",
-            differences=error.differences,
-            hint="wcache up --instance NAME --model … --loader publish has the first engine of that"
-            " instance publish others beside them",
-        ) from None
 
 
 class _Load:
@@ -210,7 +136,7 @@ class _Load:
                 begun = time.perf_counter()
                 with failure_told(control):
                     generation = publish(claimed, model, loader.extras(model), wanted)
-                attachment = _attached(wanted)
+                attachment = attached(wanted)
                 point_at(model, attachment)
             except (WcacheError, OSError) as error:
                 # The model is whole, and computes: only nobody else can use its weights.
