@@ -5,6 +5,16 @@ from collections.abc import Sequence
 
 from wcache.errors import WcacheError
 
+PUBLISHED_AFTER_DOWN = (
+    "wcache down, once no engine uses them, and wcache up have the next engine publish what is"
+    " wanted"
+)
+"""Of ranks with other weights, where an engine publishes: nothing else is loaded beside them."""
+OTHER_PUBLISHED = (
+    "wcache down, once no engine uses them, and wcache up --model … --loader publish have the next"
+    " engine publish its own"
+)
+"""As :data:`PUBLISHED_AFTER_DOWN`, to one whose weights the configuration may not name."""
 # Those that are about one instance, and about the default one where none is named: neither by its
 # option nor by a rank, as in "wcache logs draft:0".
 _COMMAND = re.compile(

@@ -25,11 +25,6 @@ from wcache.protocol import AskReport, Report
 from wcache.reports import GenerationReport, LeaseReport
 from wcache.supervise.interface import Supervisor, UnitReport
 
-PUBLISHED_AFTER_DOWN = (
-    "wcache down, once no engine uses them, and wcache up have the next engine publish what is"
-    " wanted"
-)
-"""Of ranks with other weights, where an engine publishes: nothing else is loaded beside them."""
 # A daemon answers in well under a millisecond; one that does not in this time is stuck.
 ANSWER_TIMEOUT_S = 3.0
 _AT_ONCE = 16

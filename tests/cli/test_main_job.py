@@ -268,6 +268,26 @@ def test_publish_mode_is_up_before_there_are_weights(node: Node) -> None:
     assert " empty " in status.stdout
 
 
+def test_other_weights_that_an_engine_published_are_no_success(node: Node) -> None:
+    """An engine that is started next would read the disk, or end."""
+    from tests.publishing import publish
+
+    assert node("up", "--model", "test-model", "--loader", "publish", *SMALL).code == 0
+    publish(node.paths.rank(0), [b"content"])
+    done = node("up", "--model", "other", "--loader", "publish", *SMALL)
+    assert done.code == 5
+    assert "serves other weights: wcache down, once no engine uses them, and" in done.stderr
+    status = node("status")
+    assert status.code == 5
+    assert "hint: wcache down, once no engine uses them, and" in status.stderr
+    run = node("run", "--mode", "daemon", "--", "vllm", "serve", "other", "--port", "1")
+    assert run.code == 5
+    assert "error: rank 0 serves other weights than those of other" in run.stderr
+    assert "hint: wcache down, once no engine uses them, and" in run.stderr
+    assert node("down").code == 0
+    assert node("up").code == 0
+
+
 def test_a_broken_configuration_hides_nothing_that_runs(node: Node) -> None:
     assert node.up().code == 0
     node.paths.config_file.write_text("[model]\npath = 7\n")

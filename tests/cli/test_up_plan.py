@@ -44,6 +44,13 @@ def test_weights_that_an_engine_uses_are_not_replaced() -> None:
     assert "wcache warm" in caught.value.hint
 
 
+def test_weights_that_an_engine_published_make_room_by_down_alone() -> None:
+    """Neither warm nor a second up loads anything there."""
+    with pytest.raises(WcacheError) as caught:
+        decide({0: serving(0, of=A, leases=1)}, config(tp=1, loader="publish"))
+    assert caught.value.hint.startswith("stop these engines first, then wcache down and")
+
+
 def test_a_smaller_layout_lets_ranks_go_last() -> None:
     one = config(tp=1)
     rollout = decide({0: serving(0, of=A), 1: serving(1, of=A), 2: absent(2)}, one)

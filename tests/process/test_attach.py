@@ -168,3 +168,7 @@ def test_other_weights_are_told_field_by_field(serving: Daemon) -> None:
         "rank 0 holds other weights: dtype: cached float32, wanted float16;"
         " tp_size: cached 1, wanted 2"
     )
+    assert raised.value.hint == (  # nothing loads beside what an engine published
+        "wcache status shows what is held; wcache down, once no engine uses them, and"
+        " wcache up --model … --loader publish have the next engine publish its own"
+    )

@@ -197,8 +197,9 @@ def test_an_instance_of_another_model_is_not_filled() -> None:
         config=msgspec.structs.replace(_config(), layout=LayoutSection(tp=1)),
     )
     fill._check_order(order, _wanted(), SimpleNamespace(model="m"))
-    with pytest.raises(MismatchError, match="waits for the model m, this is other"):
-        fill._check_order(order, _wanted(), SimpleNamespace(model="other"))
+    with pytest.raises(MismatchError, match="waits for the model m, this is an other") as raised:
+        fill._check_order(order, _wanted(), SimpleNamespace(model="an other"))
+    assert raised.value.hint.startswith("wcache up --model 'an other' --loader publish … has it")
     assert is_same_model("m", SimpleNamespace(model="x", served_model_name=["n", "m"]))
 
 

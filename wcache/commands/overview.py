@@ -12,9 +12,10 @@ from wcache.config import Config, Loader
 from wcache.difference import Difference, brief
 from wcache.errors import ConfigError, ExitCode, NoPermissionError, WcacheError
 from wcache.fingerprint import Fingerprint
+from wcache.hints import PUBLISHED_AFTER_DOWN
 from wcache.output import Table
 from wcache.paths import InstancePaths
-from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, read_config, view
+from wcache.ranks import RankView, read_config, view
 from wcache.reports import GenerationRole, How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor

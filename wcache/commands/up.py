@@ -91,7 +91,8 @@ def up(
 
     Without --model, starts what the configuration says. Ranks that hold the wanted weights are
     left alone. Other weights are loaded beside the old, which are freed once all ranks have the new
-    ones and switch; refused while engines use the old ones.
+    ones and switch; refused while engines use the old ones. Exits with 5 where the first engine
+    publishes and ranks go on with other weights than the wanted ones.
     """
     from wcache.rollout.up_job import prepare
     from wcache.rollout.wanted import Args
@@ -134,6 +135,7 @@ def up(
         job.enable(failures)
         if not failures:
             job.stop_leaving()
+        others = job.serving_others()
     found = collect(paths, job.config.ranks.local_ranks(), supervisor)
     out.data(found, *tables(found))
     for rank, reason in failures.items():
@@ -150,3 +152,5 @@ def up(
         )
         out.hint(f"wcache logs {next(iter(failures))} shows more; {stay}")
         raise typer.Exit(ExitCode.FAILED)
+    if others:
+        raise typer.Exit(ExitCode.MISMATCH)  # said with its remedy already

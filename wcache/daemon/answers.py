@@ -2,6 +2,7 @@
 
 from wcache.daemon.load import Load
 from wcache.difference import Difference
+from wcache.hints import OTHER_PUBLISHED
 from wcache.paths import RankId
 from wcache.protocol import AskLoad, NothingToLoad, Refused
 from wcache.reports import LeaseReport
@@ -13,11 +14,15 @@ def not_ready(rank: RankId, state: RankState, sentence: str) -> Refused:
     return Refused(reason="not_ready", message=f"rank {rank} is not ready: {sentence}", hint=hint)
 
 
-def mismatch(rank: RankId, found: tuple[Difference, ...]) -> Refused:
+def mismatch(
+    rank: RankId, found: tuple[Difference, ...], *, awaits_engine: bool = False
+) -> Refused:
+    """``awaits_engine`` where the first engine publishes: nothing is loaded beside that."""
+    mend = OTHER_PUBLISHED if awaits_engine else "wcache up --model … loads another model"
     return Refused(
         reason="mismatch",
         message=f"rank {rank} holds other weights: {'; '.join(map(str, found))}",
-        hint="wcache status shows what is held; wcache up --model … loads another model",
+        hint=f"wcache status shows what is held; {mend}",
         differences=found,
     )
 

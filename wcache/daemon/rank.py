@@ -141,7 +141,7 @@ class Rank:
         if message.wanted is not None:
             found = compare(held.fingerprint, message.wanted)
             if found:
-                return answers.mismatch(self._paths.id, found), []
+                return answers.mismatch(self._paths.id, found, awaits_engine=self.awaits_engine), []
         self._lease(peer, lease, held)
         answer = Attached(
             generation=held.number, manifest_digest=held.manifest_digest, slabs=held.slabs

@@ -13,10 +13,11 @@ from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import INSIDE, look_again, unseen
 from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, WcacheError
+from wcache.hints import PUBLISHED_AFTER_DOWN
 from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.permissions import who_may
-from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, rank_words
+from wcache.ranks import RankView, rank_words
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 

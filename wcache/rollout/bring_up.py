@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 from wcache.config import Config, DType, Loader
 from wcache.engines.interface import Engine, Wish
-from wcache.errors import UsageError, WcacheError
+from wcache.errors import MismatchError, UsageError, WcacheError
+from wcache.hints import PUBLISHED_AFTER_DOWN
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
-from wcache.ranks import read_config
+from wcache.ranks import rank_words, read_config
 from wcache.rollout.lock import hold
 from wcache.rollout.up_job import prepare
 from wcache.rollout.wanted import Args
@@ -25,8 +26,8 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
     """``wcache up`` for what a command line asks for; waits until the ranks are ready.
 
     A wish without a model (a script knows it, the command line does not) starts what the
-    configuration says. Raises :class:`UsageError` when there is none, and :class:`WcacheError` when
-    a rank fails, naming it.
+    configuration says. Raises :class:`UsageError` when there is none, :class:`WcacheError` when a
+    rank fails, naming it, and :class:`MismatchError` when one goes on with other weights.
     """
     args = Args()
     if wish.model is None:
@@ -42,6 +43,12 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
     if failures:
         rank, reason = next(iter(failures.items()))
         raise WcacheError(f"rank {rank}: {reason}", hint=f"wcache logs {rank} shows more")
+    if others := job.serving_others():
+        raise MismatchError(
+            f"{rank_words(others)} {'serves' if len(others) == 1 else 'serve'} other weights than"
+            f" those of {job.config.model.path}",
+            hint=PUBLISHED_AFTER_DOWN,
+        )
 
 
 def asked_for(engine: Engine, wish: Wish, old: Config | None) -> Args:

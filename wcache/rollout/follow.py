@@ -7,9 +7,10 @@ from typing import Literal
 
 from wcache.config import Config
 from wcache.errors import NotReadyError
+from wcache.hints import PUBLISHED_AFTER_DOWN
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.ranks import PUBLISHED_AFTER_DOWN, RankView, rank_words, view
+from wcache.ranks import RankView, rank_words, view
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size

@@ -98,6 +98,12 @@ class Job:
         waited = (*self.rollout.load, *self.rollout.under_way)
         return sorted(rank for rank in waited if self.before[rank].serving is not None)
 
+    def serving_others(self) -> list[int]:
+        """Ranks that still serve other weights than those asked for: where an engine publishes,
+        nothing is loaded in their place."""
+        now = view(self.paths, self.config.ranks.local_ranks(), None)
+        return [rank for rank, one in now.items() if one.differences(self.config)]
+
     def enable(self, failed: Iterable[int] = ()) -> None:
         """Has a reboot load the ranks again, but those that ``failed``."""
         local = self.config.ranks.local_ranks()

@@ -95,13 +95,18 @@ def _check_leases(views: Mapping[int, RankView], rollout: Rollout, config: Confi
     why = list(dict.fromkeys(why))
     raise WcacheError(
         f"engines use weights that would be replaced: {'; '.join([first_of(used), *why])}",
-        hint=_lease_hint(leaving),
+        hint=_lease_hint(leaving, config),
     )
 
 
-def _lease_hint(leaving: list[RankView]) -> str:
+def _lease_hint(leaving: list[RankView], config: Config) -> str:
     if leaving:
         return "stop these engines first, or load beside them with another --instance NAME"
+    if config.model.loader == "publish":
+        return (
+            "stop these engines first, then wcache down and the same wcache up have the next engine"
+            " publish"
+        )
     return (
         "wcache warm, with the same --model, has new engines get the new weights and lets these"
         " go on; or stop these engines first"

@@ -3,6 +3,7 @@ own parameters after them."""
 
 import contextlib
 import secrets
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,7 +220,9 @@ def _check_order(order: LoadOrder, wanted: Wanted, model_config: Any) -> None:
     configured = order.config.model.path
     if not is_same_model(order.config.model.hub_id or configured, model_config):
         raise MismatchError(
-            f"rank {wanted.rank} waits for the model {configured}, this is {model_config.model}"
+            f"rank {wanted.rank} waits for the model {configured}, this is {model_config.model}",
+            hint=f"wcache up --model {shlex.quote(str(model_config.model))} --loader publish … has"
+            " it wait for this one",
         )
     memory = order.config.memory
     place = order.config.ranks.coordinates(wanted.rank.rank)
@@ -234,7 +237,10 @@ def _check_order(order: LoadOrder, wanted: Wanted, model_config: Any) -> None:
     )
     if found := compare(there, expected):
         told = "; ".join(map(str, found)).replace("cached", "configured")
-        raise MismatchError(f"rank {wanted.rank} is not laid out as this engine: {told}")
+        raise MismatchError(
+            f"rank {wanted.rank} is not laid out as this engine: {told}",
+            hint="wcache up --model … --loader publish with the engine's --tp, --pp and --dp",
+        )
 
 
 def _held(order: LoadOrder, wanted: Wanted, architecture: str) -> Fingerprint:
