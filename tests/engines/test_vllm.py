@@ -80,6 +80,23 @@ def test_an_engine_that_dies_while_it_publishes_leaves_the_rank_empty(
         assert server.process.wait(120) == 128 + signal.SIGKILL
 
 
+def test_an_engine_whose_daemon_dies_while_it_reads_says_so(rank: Places, model: Path) -> None:
+    with Server(rank, model, "--on-mismatch", "fail") as server:
+        until(
+            lambda: report(rank).progress is not None or server.process.poll() is not None, "load"
+        )
+        os.kill(report(rank).pid, signal.SIGKILL)
+        record = server.ended()
+        assert server.process.returncode == 1, server.tail()
+    assert (record.outcome, record.reason) == (
+        "miss",
+        "rank 0: the weights were read from disk and not published: the daemon of rank 0 ended"
+        " meanwhile",
+    )
+    assert "hint: the next engine that starts publishes" in server.log.read_text()
+    assert report(rank).generations == ()
+
+
 def test_of_two_cold_starts_one_publishes_and_the_other_attaches(
     rank: Places, pair: tuple[Server, Server]
 ) -> None:

@@ -191,6 +191,23 @@ def test_an_instance_of_another_layout_is_not_filled(fields: dict[str, Any], tol
         fill._check_order(order, _wanted(**fields), SimpleNamespace(model="m"))
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), "the daemon of rank 0 ended meanwhile"),
+        (TimeoutError("timed out"), "the daemon of rank 0 does not answer"),
+        (OSError(28, "No space left on device"), "no space left on device"),
+        (MismatchError("storage 0 is another"), "storage 0 is another"),
+    ],
+    ids=["ended", "silent", "full", "refused"],
+)
+def test_what_kept_weights_from_being_published_is_told(
+    error: WcacheError | OSError, told: str
+) -> None:
+    found = fill.not_published(error, RankId("", 0))
+    assert found.message == f"the weights were read from disk and not published: {told}"
+
+
 def test_an_instance_of_another_model_is_not_filled() -> None:
     order = LoadOrder(
         generation=1,

@@ -15,7 +15,7 @@ from wcache.client import Attachment
 from wcache.client.slots import Tree
 from wcache.control import Control, SilentDaemonError
 from wcache.engines.vllm.wanted import Wanted, is_same_model
-from wcache.errors import MismatchError, TryAgainError, UsageError
+from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint, compare, held_from
 from wcache.load.harvest import Source, harvest, quantization_of
 from wcache.load.order import PUBLISH_S, ask_load
@@ -24,7 +24,7 @@ from wcache.load.report import ProgressReport
 from wcache.manifest import STORAGE_ALIGNMENT, Manifest, Storage, Tensor
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, Memory, Slab
-from wcache.paths import RankPaths
+from wcache.paths import RankId, RankPaths
 from wcache.protocol import MAX_FDS_PER_TRANSFER, LoadOrder, NothingToLoad
 
 
@@ -114,6 +114,24 @@ def publish(
             checkpoint=wanted.identity.shards,
         )
         return publish_slabs(claimed.control, memory, slabs, manifest)
+
+
+def not_published(error: WcacheError | OSError, rank: RankId) -> WcacheError:
+    """What kept weights that an engine has read from being published, for its operator."""
+    hint = ""
+    if isinstance(error, WcacheError):
+        why, hint = error.message, error.hint
+    elif isinstance(error, ConnectionError):
+        why = f"the daemon of rank {rank} ended meanwhile"
+        hint = "the next engine that starts publishes"
+    elif isinstance(error, TimeoutError):
+        why = f"the daemon of rank {rank} does not answer"
+    else:
+        why = (error.strerror or str(error)).lower()
+    exit_code = error.exit_code if isinstance(error, WcacheError) else None
+    return WcacheError(
+        f"the weights were read from disk and not published: {why}", hint=hint, exit_code=exit_code
+    )
 
 
 def point_at(model: torch.nn.Module, attachment: Attachment) -> None:

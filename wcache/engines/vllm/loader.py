@@ -1,5 +1,6 @@
 """The model loader behind ``--load-format wcache``: attaches, publishes, or falls back to disk."""
 
+import contextlib
 import logging
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from wcache.engines.orders import Orders
 from wcache.engines.vllm import versions
 from wcache.engines.vllm.build import build
 from wcache.engines.vllm.disk import WatchedLoader, disk_config
-from wcache.engines.vllm.fill import Claim, point_at, publish
+from wcache.engines.vllm.fill import Claim, not_published, point_at, publish
 from wcache.engines.vllm.obtain import attached, obtain, settled
 from wcache.engines.vllm.refusals import check_features, check_is_target
 from wcache.engines.vllm.wanted import Wanted, rank_of, wanted_by
@@ -127,7 +128,8 @@ class _Load:
         log.info("wcache: rank %s is empty: its weights are read from disk once", self._rank)
         with claimed.control as control:
             with failure_told(control):
-                ProgressReport(control).begin("read", wanted.shard_bytes)
+                with contextlib.suppress(OSError):  # who has ended is met again when all is read
+                    ProgressReport(control).begin("read", wanted.shard_bytes)
                 begun = time.perf_counter()
                 loader = WatchedLoader(self._load_config, wanted.device.type)
                 model: torch.nn.Module = loader.load_model(**self._arguments)
@@ -140,11 +142,11 @@ class _Load:
                 point_at(model, attachment)
             except (WcacheError, OSError) as error:
                 # The model is whole, and computes: only nobody else can use its weights.
+                failed = not_published(error, self._rank)
+                self._account.end("miss", failed.message)
                 if self._orders.on_mismatch == "fail":
-                    raise
-                reason = f"the weights were read from disk and not published: {error}"
-                log.warning("wcache: rank %s: %s", self._rank, reason)
-                self._account.end("miss", reason)
+                    raise failed from error
+                log.warning("wcache: rank %s: %s", self._rank, failed.message)
                 return model
         _keep(model, attachment)
         self.told("publish", time.perf_counter() - begun)
