@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from wcache.errors import (
+    ExitCode,
     MismatchError,
     NoPermissionError,
     NoSuchRankError,
@@ -63,6 +64,8 @@ class RefusedError(WcacheError):
 
 class SilentDaemonError(NoSuchRankError):
     """Somebody listens and does not answer: a daemon that is stuck, not one that is absent."""
+
+    exit_code = ExitCode.TRY_AGAIN
 
 
 class EndedDaemonError(NoSuchRankError):
@@ -174,6 +177,7 @@ class Control:
             raise EndedDaemonError(
                 f"daemon of rank {paths.id} has just ended",
                 hint="it keeps the weights and comes back: try again",
+                exit_code=ExitCode.TRY_AGAIN,
             ) from None
         except TimeoutError as error:
             channel.close()

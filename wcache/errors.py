@@ -88,7 +88,7 @@ class NotReadyError(WcacheError):
 
 
 class NoSuchRankError(WcacheError):
-    """No daemon, or no such rank in the configuration."""
+    """No such rank in the configuration, or no daemon where nobody looked for one there."""
 
     exit_code = ExitCode.NO_SUCH_RANK
 

@@ -13,6 +13,7 @@ from wcache.errors import (
     ConfigError,
     NoPermissionError,
     NoSuchRankError,
+    NotReadyError,
     TryAgainError,
     UsageError,
     WcacheError,
@@ -222,6 +223,13 @@ def known_ranks(instance: InstancePaths) -> list[int]:
         config = None
     local = config.ranks.local_ranks() if config else ()
     return sorted({*local, *found_on_disk(instance)})
+
+
+def not_up(ranks: Iterable[int]) -> NotReadyError:
+    """Of ranks that the configuration has and that have no daemon."""
+    down = list(ranks)
+    is_, it = ("is", "it") if len(down) == 1 else ("are", "them")
+    return NotReadyError(f"{rank_words(down)} {is_} not up", hint=f"wcache up starts {it}")
 
 
 def select(instance_name: str, arguments: Sequence[str]) -> tuple[InstancePaths, list[int]]:

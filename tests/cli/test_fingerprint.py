@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tests.places import Places
 from wcache.commands.comparison import Comparison
 from wcache.config import load_config
 from wcache.fingerprint import Fingerprint, compare
+from wcache.ranks import ask
 
 pytestmark = pytest.mark.cli
 
@@ -162,6 +164,22 @@ def test_a_running_rank_is_compared_field_by_field(up: Desk) -> None:
         file = str(up.places.rank(rank).fingerprint_file)
         assert up(file, "--running", str(rank)).code == 0
         assert up(file, "--running", str((rank + 1) % 3)).code == 5
+
+
+@pytest.mark.process
+def test_a_rank_that_is_down_or_hangs_is_not_taken_for_one_that_does_not_exist(up: Desk) -> None:
+    layout = ("--tp", "3", *CPU)
+    assert wcache(up.places, "down", "1").code == 0
+    down = up("base", "--running", "1", *layout)
+    assert (down.code, down.stderr) == (3, "error: rank 1 is not up\nhint: wcache up starts it\n")
+    found = ask(up.places.rank(2))
+    assert found is not None
+    os.kill(found.pid, signal.SIGSTOP)
+    try:
+        stuck = up("base", "--running", "2", *layout)
+    finally:
+        os.kill(found.pid, signal.SIGCONT)
+    assert (stuck.code, "does not answer" in stuck.stderr) == (75, True)
 
 
 @pytest.mark.process

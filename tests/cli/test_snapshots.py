@@ -126,6 +126,7 @@ CASES: list[tuple[str, Setup, str]] = [
     ("down_restart", three_ranks, "restart"),
     ("down_restart_of_one", three_ranks, "restart 1"),
     ("down_verify", three_ranks, "verify"),
+    ("down_verify_of_one", three_ranks, "verify 1"),
     ("down_warm", three_models, "warm --dry-run"),
     ("down_warm_published", three_ranks, "warm"),
     ("down_warm_no_previous", three_models, "warm --previous"),

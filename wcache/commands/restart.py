@@ -13,7 +13,6 @@ from wcache.control import Control
 from wcache.errors import (
     ConfigError,
     ExitCode,
-    NoSuchRankError,
     NotReadyError,
     UsageError,
     WcacheError,
@@ -21,7 +20,7 @@ from wcache.errors import (
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
 from wcache.protocol import StoreAgain, Stored
-from wcache.ranks import RankView, chosen, rank_words, read_config, select, view
+from wcache.ranks import RankView, chosen, not_up, rank_words, read_config, select, view
 from wcache.rollout.lock import hold
 from wcache.rollout.restart_plan import Change, change_of
 from wcache.supervise.interface import Supervisor
@@ -199,10 +198,7 @@ def _stored_again(
 def _check(before: Mapping[int, RankView], *, named: bool, force: bool) -> None:
     down = [rank for rank, one in before.items() if not one.is_up]
     if down and (named or len(down) == len(before)):
-        raise NoSuchRankError(
-            f"{rank_words(down)} {'is' if len(down) == 1 else 'are'} not up",
-            hint="wcache up starts it" if len(down) == 1 else "wcache up starts them",
-        )
+        raise not_up(down)
     for rank, one in before.items():
         if one.unit and one.unit.fault:
             raise WcacheError(one.unit.fault, hint=one.unit.mend)

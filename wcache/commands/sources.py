@@ -22,7 +22,7 @@ from wcache.errors import (
 from wcache.fingerprint import Fingerprint
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
-from wcache.ranks import ask, read_config
+from wcache.ranks import ask, known_ranks, not_up, read_config
 from wcache.rollout.wanted import Args, from_model
 
 MAX_FINGERPRINT_BYTES = 1 << 20
@@ -102,10 +102,13 @@ def of_file(path: Path) -> Source:
 def of_running(paths: InstancePaths, rank: int) -> Source:
     """What a rank serves.
 
-    Raises :class:`NoSuchRankError` without a daemon and :class:`NotReadyError` without weights.
+    Raises :class:`NoSuchRankError` for a rank that nobody knows, and :class:`NotReadyError` for one
+    that is not up or has no weights.
     """
     where = paths.rank(rank)
     report = ask(where)
+    if report is None and rank in known_ranks(paths):
+        raise not_up([rank])
     if report is None:
         raise NoSuchRankError(
             f"no daemon answers for rank {where.id}", hint="wcache status shows which ranks are up"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wcache.commands.options import InstanceOption, JsonOption, QuietOption, RankArguments
-from wcache.errors import ConfigError, NoSuchRankError, NotReadyError, UsageError
+from wcache.errors import ConfigError, ExitCode, NoSuchRankError, NotReadyError, UsageError
 from wcache.output import Output, Table
-from wcache.ranks import chosen, read_config, select
+from wcache.ranks import chosen, not_up, read_config, select
 
 if TYPE_CHECKING:
     from wcache.verify import Depth, Result
@@ -39,8 +39,8 @@ def verify(
 
     Computes the digest of every storage anew, where the weights are, after the quick checks: the
     manifest, the descriptors, the configuration, and the files on disk against those loaded. A
-    checkpoint that is not on disk any more is a warning. Exits with 5 when anything is wrong, and
-    with 1 when a check could not be made.
+    checkpoint that is not on disk any more is a warning. Exits with 5 when anything is wrong, with
+    1 when a check could not be made, and with 3 where a rank is not up or has no weights.
     """
     from wcache.verify import Result, Verification, Verifier
 
@@ -66,6 +66,8 @@ def verify(
             try:
                 found = list(verifier.verify(paths.rank(rank), depth=depth, progress=progress))
             except (NotReadyError, NoSuchRankError) as error:
+                if len(labels) == 1 and error.exit_code == ExitCode.NO_SUCH_RANK:
+                    raise not_up([rank]) from None  # it is known, by chosen()
                 if len(labels) == 1:
                     raise
                 found = [Result(rank=rank, check="weights", result="skipped", detail=error.message)]
