@@ -167,6 +167,19 @@ def test_a_running_rank_is_compared_field_by_field(up: Desk) -> None:
 
 
 @pytest.mark.process
+def test_what_up_would_refuse_has_no_fingerprint_where_that_is_known(up: Desk) -> None:
+    """Without asking transformers: what the first up was told is kept."""
+    refused = wcache(up.places, "up", "--instance", "b", "--model", "base", "--tp", "4", *CPU)
+    assert (refused.code, "tp 4 would split a head" in refused.stderr) == (78, True)
+    done = up("base", "--tp", "4", *CPU)
+    assert (done.code, done.stdout, done.stderr) == (78, "", refused.stderr)
+    # What an engine has sharded in its own way can be compared all the same.
+    compared = up("base", "--tp", "4", "--running", "0", *CPU)
+    assert (compared.code, "tp_size" in compared.stdout) == (5, True)
+    assert "warning: wcache up would refuse this: tp 4 would split a head" in compared.stderr
+
+
+@pytest.mark.process
 def test_a_rank_that_is_down_or_hangs_is_not_taken_for_one_that_does_not_exist(up: Desk) -> None:
     layout = ("--tp", "3", *CPU)
     assert wcache(up.places, "down", "1").code == 0

@@ -97,7 +97,8 @@ def fingerprint(
     def source(name: str) -> Source:
         if is_file(name):
             return of_file(Path(name).expanduser())
-        return of_model(args, name, of_rank, paths, out)
+        is_compared = running is not None or diff is not None
+        return of_model(args, name, of_rank, paths, out, is_compared=is_compared)
 
     # First: it costs nothing, and it may not be there.
     serving = of_running(paths, ranks[0]) if ranks else None

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from wcache import devices
-from wcache.checkpoint import Identity, IdentityCache
+from wcache.checkpoint import Checkpoint, Identity, IdentityCache
 from wcache.checkpoint.document import parse_object, read_document
+from wcache.config import Config
 from wcache.errors import (
     CheckpointError,
     ConfigError,
@@ -47,11 +48,14 @@ def is_file(model: str) -> bool:
     return False  # what is wrong with it is said when the model is looked for
 
 
-def of_model(args: Args, model: str, rank: int, paths: InstancePaths, out: Output) -> Source:
+def of_model(
+    args: Args, model: str, rank: int, paths: InstancePaths, out: Output, *, is_compared: bool
+) -> Source:
     """What ``up`` with ``args`` would have ``rank`` of the instance hold.
 
     All but what only a loader knows: torch's version and the device's capability. Raises what
-    ``up`` raises before it starts anything. Nothing is downloaded.
+    ``up`` raises before it starts anything; to be compared, weights need not be such as its own
+    loader can make. Nothing is downloaded.
     """
     from wcache.load.job import fingerprint
 
@@ -76,11 +80,39 @@ def of_model(args: Args, model: str, rank: int, paths: InstancePaths, out: Outpu
             f"these options make {counted(world, 'rank')}, and none with number {rank}",
             hint="--tp, --pp and --dp are those of wcache up",
         )
+    try:
+        _check_can_be_loaded(wanted.config, checkpoint, rank, paths, out)
+    except CheckpointError as error:
+        if not is_compared:
+            raise
+        out.warn(f"wcache up would refuse this: {error.message}")
     return Source(
         name=f"rank {rank} of {model}" if world > 1 else model,
         fingerprint=fingerprint(wanted.config, rank, checkpoint, identity, {}),
         identity=identity,
     )
+
+
+def _check_can_be_loaded(
+    config: Config, checkpoint: Checkpoint, rank: int, paths: InstancePaths, out: Output
+) -> None:
+    """Raises :class:`CheckpointError` for a shard that no loader can make, in the words of ``up``.
+
+    transformers is not asked: importing a model takes it seconds, of a command that takes a tenth
+    of one. What an ``up`` was told is kept, so this is known of what was ever loaded here.
+    """
+    from wcache.load.architectures import Architectures, NotAskedError
+    from wcache.load.placement import plan
+
+    layout, model = config.ranks, config.model
+    if layout.tp == layout.pp == layout.ep == 1 and model.dtype == model.quantization == "auto":
+        return  # as it is: planning 100,000 tensors takes half a second, and would refuse nothing
+    kept = Architectures(paths.architecture_folder, keep=False, asks=False)
+    try:
+        plan(checkpoint, config, rank, kept)
+    except NotAskedError:
+        out.say("whether it can be spread or quantized so, wcache up finds out: this architecture"
+                " was not loaded here before")  # fmt: skip
 
 
 def of_file(path: Path) -> Source:

@@ -21,6 +21,10 @@ SCHEME = 1
 T = TypeVar("T")
 
 
+class NotAskedError(Exception):
+    """Nothing is kept of an architecture, and transformers was not to be asked."""
+
+
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of the cache."""
 
@@ -44,6 +48,8 @@ class Architectures:
     """Write what had to be asked. Not for a loader, whose sandbox has no place to write to."""
     tell: Callable[[str], None] | None = None
     """Is called with a line before transformers is asked."""
+    asks: bool = True
+    """Ask transformers for what is not kept; else that raises :class:`NotAskedError`."""
 
     def parallel_plan(self, checkpoint: Checkpoint) -> ParallelPlan:
         """As :func:`wcache.load.parallel.read_parallel_plan`."""
@@ -60,20 +66,25 @@ class Architectures:
     ) -> T:
         version = released()
         if self.folder is None or version is None:
-            return ask(checkpoint)
+            return self._asked(checkpoint, ask)
         config = hashlib.sha256(checkpoint.config.data).hexdigest()
         about = f"{SCHEME} {kind.__name__} of transformers {version} for {config}"
         name = hashlib.sha256(about.encode()).hexdigest()[:32]
         folder = KeptFolder(self.folder)
         if (known := _decoded(folder.read(name), about, kind)) is not None:
             return known
-        if self.tell is not None:
+        if self.tell is not None and self.asks:
             model = checkpoint.config.architecture or "a model of no architecture"
             self.tell(f"{model}: asking transformers {version} {what}")
-        found = ask(checkpoint)
+        found = self._asked(checkpoint, ask)
         if self.keep:
             folder.write(name, _encoded(about, found))
         return found
+
+    def _asked(self, checkpoint: Checkpoint, ask: Callable[[Checkpoint], T]) -> T:
+        if not self.asks:
+            raise NotAskedError
+        return ask(checkpoint)
 
 
 ASK = Architectures()
