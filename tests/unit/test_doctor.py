@@ -487,6 +487,23 @@ def test_a_socket_that_nobody_listens_on_is_a_leftover(evidence: Make, places: P
     assert (finding.result, finding.mend) == ("warn", f"rm -r {places.rank().folder}")
 
 
+def test_what_a_rank_that_is_down_has_served_is_not_to_be_removed(
+    evidence: Make, places: Places
+) -> None:
+    """An engine that still has the weights gives them back by it."""
+    with listening(places):
+        pass  # as of a daemon that was killed, with its supervisor
+    places.rank().ready_file.write_text("{}")
+    finding = only(ranks.check_leftovers, evidence(config=publish_config()))
+    assert (finding.result, finding.mend) == ("fail", "wcache up")
+    places.rank().ready_file.unlink()
+    assert results(ranks.check_leftovers, evidence(config=publish_config())) == ["ok"]
+    unread = only(ranks.check_leftovers, evidence(problems=("model.path: is a number",)))
+    assert (unread.result, unread.mend) == (
+        "warn", "wcache up, once the configuration can be read",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("closed", ["the socket", "the rank's folder", "the run folder"])
 def test_a_live_rank_that_this_user_may_not_look_at_is_no_leftover(
     closed: str, evidence: Make, places: Places

@@ -231,13 +231,21 @@ def _files_of_nobody(evidence: Evidence, paths: RankPaths) -> Iterator[Finding]:
             look_again(evidence),
         )
         return
+    # What a rank of the configuration has served is in its folder too: without that file an engine
+    # that still has the weights could not give them back.
+    is_wanted = evidence.config is not None and (
+        paths.id.rank in evidence.config.ranks.local_ranks()
+    )
     if ready:
         yield fail(
             "leftovers",
             f"{paths.ready_file} says ready, and no daemon runs",
-            f"rm {paths.ready_file}",
+            "wcache up" if is_wanted else f"rm {paths.ready_file}",
         )
-    if bound:
+    if bound and evidence.problems:
+        mend = "wcache up, once the configuration can be read"
+        yield warn("leftovers", f"nobody listens on {paths.socket}", mend)
+    elif bound and not is_wanted:
         yield warn("leftovers", f"nobody listens on {paths.socket}", f"rm -r {paths.folder}")
 
 
