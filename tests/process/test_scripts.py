@@ -131,6 +131,18 @@ def test_a_server_that_ends_before_it_asks_is_no_script_without_from_cache(
     assert done.stderr == "the engine ended before it asked for weights: its own log says why\n"
 
 
+def test_a_server_that_is_killed_is_said_to_be(places: Places, tmp_path: Path) -> None:
+    """Its own log says nothing of it."""
+    server = tmp_path / "vllm"
+    server.write_text("#!/bin/sh\nkill -9 $$\n")
+    server.chmod(0o755)
+    done = run("--", str(server), "serve", "m", "--port", "1")
+    assert done.returncode == 137
+    assert done.stderr == (
+        "the engine ended before it asked for weights\nthe engine was ended by SIGKILL\n"
+    )
+
+
 def test_a_script_that_can_not_use_what_it_got_has_asked(
     places: Places, daemon: TinyDaemon, model: Path
 ) -> None:

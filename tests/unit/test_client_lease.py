@@ -71,7 +71,7 @@ def test_lease_is_renewed_when_the_daemon_is_back(
     daemon.start()
     wait_for(lambda: lease.state == "held", "the lease is renewed")
     assert asked == [DIGEST] * 4
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
 def test_lease_survives_one_outage_after_another(daemon: TinyDaemon, lease: Lease) -> None:

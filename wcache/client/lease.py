@@ -140,7 +140,8 @@ class Lease:
             except OSError:
                 pass  # the daemon is not back, or went again: the next round asks anew
             if self._control is not None and _is_own(forks):
-                log.info("lease on rank %s is renewed", self._paths.id)
+                # As loud as its end was: most engines show no more than warnings of ours.
+                log.warning("lease on rank %s is renewed", self._paths.id)
                 self._state = HELD
                 return
             if self._control is not None:
@@ -161,7 +162,7 @@ class Lease:
             )
             if isinstance(answer, OfferWanted):
                 control.request(Offer(slabs=self._descriptors.slabs), Offered, fds)
-                log.info(
+                log.warning(
                     "daemon of rank %s has lost the weights and was given them", self._paths.id
                 )
                 self._pause_s = FIRST_PAUSE_S

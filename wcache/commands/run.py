@@ -190,6 +190,8 @@ class Scribe:
         self._say_outcome(record)
         if not self._said and record.engine:
             self._out.say(_silence(record))
+        if killed := _signal(record):
+            self._out.say(f"the engine was ended by {killed}")
         if record.ready_s is None:
             self._show(record)
         self._save(record)
@@ -233,8 +235,17 @@ def _silence(record: "Record") -> str:
     if record.steps or any(phase.source == "event" for phase in record.phases):
         return "the cache was asked for weights, and none were taken: the engine's own log says why"
     if record.ready_s is None and record.engine != "transformers":
-        return "the engine ended before it asked for weights: its own log says why"
+        why = "" if _signal(record) else ": its own log says why"
+        return f"the engine ended before it asked for weights{why}"
     return "no model was made by from_cache(), and no engine told of its weights"
+
+
+def _signal(record: "Record") -> str:
+    """By which signal the engine ended, of which its own log may say nothing; empty for none."""
+    import signal
+
+    number = (record.exit_code or 0) - 128
+    return signal.Signals(number).name if number in set(signal.Signals) else ""
 
 
 def _reason(error: OSError) -> str:
