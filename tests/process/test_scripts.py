@@ -131,6 +131,15 @@ def test_a_server_that_ends_before_it_asks_is_no_script_without_from_cache(
     assert done.stderr == "the engine ended before it asked for weights: its own log says why\n"
 
 
+def test_a_server_that_takes_too_long_did_not_end_by_itself(places: Places, tmp_path: Path) -> None:
+    server = tmp_path / "vllm"
+    server.write_text("#!/bin/sh\nexec sleep 600\n")
+    server.chmod(0o755)
+    done = run("--ready-timeout", "1", "--", str(server), "serve", "m", "--port", "1")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: the engine gave no token within 1 s, and was ended:")
+
+
 def test_a_server_that_is_killed_is_said_to_be(places: Places, tmp_path: Path) -> None:
     """Its own log says nothing of it."""
     server = tmp_path / "vllm"

@@ -188,7 +188,8 @@ class Scribe:
     def ended(self, record: "Record") -> None:
         """At the end of the engine, whether it got ready or not."""
         self._say_outcome(record)
-        if not self._said and record.engine:
+        # One that was ended for taking too long has no status, and that is said then.
+        if not self._said and record.engine and record.exit_code is not None:
             self._out.say(_silence(record))
         if killed := _signal(record):
             self._out.say(f"the engine was ended by {killed}")

@@ -18,7 +18,7 @@ def mismatch(
     rank: RankId, found: tuple[Difference, ...], *, awaits_engine: bool = False
 ) -> Refused:
     """``awaits_engine`` where the first engine publishes: nothing is loaded beside that."""
-    mend = OTHER_PUBLISHED if awaits_engine else "wcache up --model … loads another model"
+    mend = OTHER_PUBLISHED if awaits_engine else "wcache up --model … loads other weights"
     return Refused(
         reason="mismatch",
         message=f"rank {rank} holds other weights: {'; '.join(map(str, found))}",
