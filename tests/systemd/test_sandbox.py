@@ -192,6 +192,13 @@ def test_an_engines_unit_waits_for_its_rank_and_outlives_its_restart(
         assert before["ActiveState"] == "active"
         lab.systemctl("restart", daemon(instance))
         assert lab.show(unit, "MainPID", "ActiveState") == before
+        # To systemd this is a clean end, as is the 0 of a vLLM that has lost its worker.
+        lab.kill("TERM", int(before["MainPID"]))
+        wait_for(
+            lambda: lab.show(unit, "NRestarts", "ActiveState")
+            == {"NRestarts": "1", "ActiveState": "active"},
+            "an engine that nobody stopped is started again", PATIENCE_S,
+        )  # fmt: skip
     finally:
         lab.systemctl("stop", unit)
         lab.path(f"{folder}/engine.conf").unlink()
