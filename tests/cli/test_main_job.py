@@ -306,10 +306,16 @@ def _heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_an_interrupted_up_leaves_the_load_going(node: Node) -> None:
+@pytest.mark.parametrize(
+    "command", [("up",), ("run", "--mode", "daemon", "--", sys.executable, "-m", "serve")],
+    ids=["up", "run"],
+)  # fmt: skip
+def test_an_interrupted_up_leaves_the_load_going(node: Node, command: tuple[str, ...]) -> None:
     """Ctrl-C ends the watching: what was asked for is done all the same."""
+    assert node.up().code == 0
+    assert node("down").code == 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "wcache", "up", "--model", str(node.model), *SMALL],
+        [sys.executable, "-m", "wcache", *command],
         env=environment(node.places), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL, text=True, preexec_fn=_heed_ctrl_c,
     )  # fmt: skip

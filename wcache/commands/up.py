@@ -22,7 +22,6 @@ from wcache.paths import InstancePaths
 from wcache.rollout.lock import hold
 
 INTERRUPTED = 130
-_GOES_ON = "wcache up again goes on with it, wcache rollback --drop gives it up"
 
 
 def up(
@@ -94,7 +93,7 @@ def up(
     ones and switch; refused while engines use the old ones. Exits with 5 where the first engine
     publishes and ranks go on with other weights than the wanted ones.
     """
-    from wcache.rollout.up_job import prepare
+    from wcache.rollout.up_job import GOES_ON, prepare
     from wcache.rollout.wanted import Args
     from wcache.supervise import supervisor_for, units_missing, units_unused
 
@@ -123,14 +122,10 @@ def up(
         except NotReadyError as error:
             job.enable()  # loading goes on
             if job.beside:
-                error.hint = f"loading goes on, and nothing is switched: {_GOES_ON}"
+                error.hint = f"loading goes on, and nothing is switched: {GOES_ON}"
             raise
         except KeyboardInterrupt:
-            job.enable()
-            if job.beside:
-                out.say(f"loading goes on, and nothing is switched: {_GOES_ON}")
-            else:
-                out.say("loading goes on: wcache status shows how far it is, wcache down ends it")
+            job.leave()
             raise typer.Exit(INTERRUPTED) from None
         job.enable(failures)
         if not failures:

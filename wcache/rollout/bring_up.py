@@ -38,7 +38,11 @@ def bring_up(engine: Engine, wish: Wish, paths: InstancePaths, out: Output) -> N
     with hold(paths, "wcache run"):
         job = prepare(args, paths, supervisor, out)
         job.begin()
-        failures = job.follow(None)
+        try:
+            failures = job.follow(None)
+        except KeyboardInterrupt:
+            job.leave()
+            raise
         job.enable(failures)
     if failures:
         rank, reason = next(iter(failures.items()))

@@ -31,6 +31,8 @@ from wcache.served import read_served
 from wcache.supervise.interface import Supervisor
 from wcache.units import size
 
+GOES_ON = "wcache up again goes on with it, wcache rollback --drop gives it up"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
@@ -103,6 +105,14 @@ class Job:
         nothing is loaded in their place."""
         now = view(self.paths, self.config.ranks.local_ranks(), None)
         return [rank for rank, one in now.items() if one.differences(self.config)]
+
+    def leave(self) -> None:
+        """For one who is interrupted while he waits: what was begun goes on, and is said to."""
+        self.enable()
+        if self.beside:
+            self.out.say(f"loading goes on, and nothing is switched: {GOES_ON}")
+        else:
+            self.out.say("loading goes on: wcache status shows how far it is, wcache down ends it")
 
     def enable(self, failed: Iterable[int] = ()) -> None:
         """Has a reboot load the ranks again, but those that ``failed``."""
