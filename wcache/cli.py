@@ -1,6 +1,7 @@
 """The ``wcache`` command: registers :mod:`wcache.commands`, and turns errors into exit codes."""
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns its exit code. A bug leaves as a traceback."""
     _open_missing_streams()
+    _prefix_warnings()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _call(words)
@@ -101,6 +103,12 @@ def _call(words: Sequence[str]) -> int:
         # How typer ends every call: after help, a usage error, an Exit, and a plain return.
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return ExitCode.DONE
+
+
+def _prefix_warnings() -> None:
+    """What modules log in a command that sets up no log: as a command's own warnings are."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
 
 
 def _flush() -> None:

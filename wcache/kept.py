@@ -1,6 +1,7 @@
 """Files that save time and are never needed: what was found out once, by name."""
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -33,10 +34,15 @@ class KeptFolder:
     def read(self, name: str) -> bytes | None:
         """At most :data:`MAX_ENTRY_BYTES`; ``name`` is 32 hexadecimal digits."""
         with contextlib.suppress(OSError):
-            folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if not _is_ours(os.fstat(folder)):
-                    log.warning("%s is not used: others may write to it", self.folder)
+                folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except OSError:
+                if why := self.fault():
+                    _tell(self.folder, why)
+                return None
+            try:
+                if why := _fault(os.fstat(folder)):
+                    _tell(self.folder, why)
                     return None
                 # O_NONBLOCK because open(2) of a fifo would wait for its writer.
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -45,12 +51,20 @@ class KeptFolder:
                 os.close(folder)
             with os.fdopen(fd, "rb") as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
+                if not stat.S_ISREG(status.st_mode) or _writers(status):
                     return None
                 data = file.read(MAX_ENTRY_BYTES + 1)
             if len(data) <= MAX_ENTRY_BYTES:
                 return data
         return None
+
+    def fault(self) -> str:
+        """Why nothing that is here is used, to be read behind the folder's name; empty where it is,
+        and where there is none."""
+        try:
+            return _fault(self.folder.lstat())
+        except OSError:
+            return ""
 
     def write(self, name: str, data: bytes) -> None:
         """Keeps ``data``, where that is possible, and makes room for it."""
@@ -58,7 +72,7 @@ class KeptFolder:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_ours(self.folder.lstat()):
+            if _fault(self.folder.lstat()):
                 return
             write_file(self.folder / (name + _SUFFIX), data, mode=0o600)
             self._prune()
@@ -79,6 +93,22 @@ class KeptFolder:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def _is_ours(status: os.stat_result) -> bool:
-    """True for what belongs to root or this user, and nobody else may write to."""
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+@functools.cache
+def _tell(folder: Path, why: str) -> None:
+    """Once in a process: the same is looked for again for every rank."""
+    log.warning("%s %s: what is kept there is not used (wcache doctor)", folder, why)
+
+
+def _fault(status: os.stat_result) -> str:
+    """What makes a folder one that is not used; empty where nothing does."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
+    return _writers(status)
+
+
+def _writers(status: os.stat_result) -> str:
+    """Who may write to it beside root and this user; empty where nobody may."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to uid {status.st_uid}"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"is open to others (mode {mode:o})" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""

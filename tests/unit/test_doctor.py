@@ -36,6 +36,7 @@ from wcache.doctor import (
     model,
     ranks,
     service,
+    state,
 )
 from wcache.doctor import gpu as gpu_checks
 from wcache.errors import NoPermissionError, TryAgainError, WcacheError
@@ -645,6 +646,76 @@ def test_a_checkpoint_that_only_this_user_may_not_read_is_no_fault(
     assert fault.mend.startswith(f"{folder.parent} (mode 0) is open to ")
 
 
+@pytest.mark.parametrize("name", ["identity", "architecture"])
+def test_a_folder_of_kept_answers_that_is_not_used_is_told_of(
+    evidence: Make, places: Places, tmp_path: Path, name: str
+) -> None:
+    folder = places.instance().state / name
+    folder.mkdir(parents=True, mode=0o700)
+    assert results(state.check_state, evidence()) == ["ok"]
+    folder.chmod(0o777)
+    finding = only(state.check_state, evidence())
+    assert (finding.result, finding.mend) == ("warn", f"rm -r {folder}")
+    assert f"{folder} is open to others (mode 777)" in finding.detail
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    finding = only(state.check_state, evidence())
+    assert (finding.result, finding.mend) == ("warn", f"rm {folder}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_kept_answers_of_another_user_is_told_of(
+    evidence: Make, places: Places
+) -> None:
+    folder = places.instance().architecture_folder
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder, 1234, -1)
+    finding = only(state.check_state, evidence())
+    assert (finding.result, finding.mend) == ("warn", f"rm -r {folder}")
+    assert f"{folder} belongs to uid 1234" in finding.detail
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="looks as another user")
+@pytest.mark.parametrize("closed", ["state", "state/log", "state/log/wcache.1.daemon.log"])
+def test_logs_that_can_not_be_written_are_a_fault(
+    evidence: Make, places: Places, closed: str
+) -> None:
+    places.root.chmod(0o755)
+    log = places.instance().log_file(1, "daemon")
+    log.parent.mkdir(parents=True)
+    log.touch()
+    for path in (log, log.parent, log.parent.parent):
+        os.chown(path, NOBODY, -1)
+    found = evidence(config=publish_config(layout=LayoutSection(tp=2)))
+    with without_privileges():
+        assert results(state.check_state, found) == ["ok"]
+    barrier = places.root / closed
+    os.chown(barrier, 0, -1)
+    barrier.chmod(0o700)
+    with without_privileges():
+        finding = only(state.check_state, found)
+    assert (finding.result, finding.mend) == ("fail", state.ELSEWHERE)
+    assert f"{barrier} (mode 700) is open to root alone" in finding.detail
+
+
+def test_a_file_in_the_place_of_the_logs_is_a_fault(evidence: Make, places: Places) -> None:
+    state_folder = places.instance().state
+    state_folder.touch()
+    finding = only(state.check_state, evidence())
+    assert (finding.result, finding.mend) == ("fail", f"mv {state_folder} {state_folder}.old")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="looks as another user")
+def test_nothing_is_said_of_the_logs_of_others(evidence: Make, places: Places) -> None:
+    places.instance().run.mkdir()
+    places.instance().state.mkdir(mode=0o700)
+    places.root.chmod(0o755)
+    found = evidence()
+    assert results(state.check_state, found) == ["ok"]
+    with without_privileges():
+        assert results(state.check_state, found) == []
+
+
 def test_files_and_daemons_from_the_future_are_noticed(evidence: Make, tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
     config = checkpoint_config(folder)
@@ -932,7 +1003,7 @@ def test_every_finding_that_is_not_ok_says_what_mends_it(
 
 
 def test_every_check_of_the_package_is_in_the_list() -> None:
-    modules = (service, gpu_checks, memory, model, ranks)
+    modules = (service, gpu_checks, memory, model, ranks, state)
     defined = {name for module in modules for name in vars(module) if name.startswith("check_")} - {
         "check_systemd",
         "check_units",

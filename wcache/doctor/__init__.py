@@ -38,6 +38,7 @@ from wcache.doctor.service import (
     check_systemd,
     check_units,
 )
+from wcache.doctor.state import check_state
 from wcache.hints import for_instance
 from wcache.install import Planned
 
@@ -71,6 +72,7 @@ CHECKS: tuple[Check, ...] = (
     check_shm,
     check_memlock,
     check_disk,
+    check_state,
     check_driver,
     check_unified_memory,
     check_bindings,
