@@ -8,8 +8,9 @@ import pytest
 from tests.places import publish_config
 from tests.process.supervised import Supervised
 from tests.processes import PATIENCE_S, wait_for
+from tests.users import without_privileges
 from wcache.config import LayoutSection
-from wcache.errors import ExitCode, WcacheError
+from wcache.errors import ExitCode, NoPermissionError, WcacheError
 from wcache.paths import InstancePaths
 from wcache.protocol import MAX_FRAME_BYTES
 from wcache.supervise import supervisor_for
@@ -55,6 +56,30 @@ def test_a_supervisor_that_can_not_start_says_why(supervised: Supervised) -> Non
     folder.rmdir()
     folder.write_text("in the way")
     with pytest.raises(WcacheError, match=r"supervisor can not be reached: .*Not a directory"):
+        supervised.commands.start([0])
+
+
+def test_a_log_of_somebody_else_is_no_permission(supervised: Supervised) -> None:
+    log = InstancePaths.of("").supervisor_log
+    log.parent.mkdir(parents=True)
+    log.touch(mode=0o400)
+    supervised.places.root.chmod(0o755)
+    with without_privileges(), pytest.raises(NoPermissionError) as caught:
+        supervised.commands.start([0])
+    assert caught.value.message == f"no permission to write {log}"
+    assert "WCACHE_STATE_DIR" in caught.value.hint
+
+
+def test_a_log_that_can_not_be_written_is_named(supervised: Supervised) -> None:
+    log = InstancePaths.of("").supervisor_log
+    log.mkdir(parents=True)
+    with pytest.raises(WcacheError) as caught:
+        supervised.commands.start([0])
+    assert caught.value.message == f"{log} can not be written: is a directory"
+    log.rmdir()
+    log = InstancePaths.of("").log_file(0, "daemon")
+    log.mkdir()
+    with pytest.raises(WcacheError, match=f"{log} can not be written: is a directory"):
         supervised.commands.start([0])
 
 

@@ -114,7 +114,12 @@ def spawn(plan: Plan) -> Process:
     if plan.stored:
         environment["LISTEN_FDS"] = str(len(plan.stored))
         environment["LISTEN_FDNAMES"] = ":".join(name for _, name in plan.stored)
-    log = open_log(plan.log)
+    try:
+        log = open_log(plan.log)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        # An operator reads it, in the answer to his command and in status.
+        raise OSError(f"{plan.log} can not be written: {why}") from None
     try:
         # A signal that came between fork and exec would run the supervisor's handler in the child
         # and be lost: it waits until the child has the default actions.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from wcache.control import Channel, SilentDaemonError, connect_socket, receive_reply
-from wcache.errors import NoSuchRankError, TryAgainError, WcacheError
+from wcache.errors import NoPermissionError, NoSuchRankError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths
 from wcache.protocol import Message
 from wcache.supervise.direct.messages import (
@@ -183,8 +183,15 @@ class DirectSupervisor:
         log_file = self._paths.supervisor_log
         try:
             log = open_log(log_file)
+        except PermissionError:
+            raise NoPermissionError(
+                f"no permission to write {log_file}", hint="use sudo, or set WCACHE_STATE_DIR"
+            ) from None
         except OSError as error:
-            raise WcacheError(f"log can not be written: {error}") from None
+            raise WcacheError(
+                f"{log_file} can not be written: {(error.strerror or str(error)).lower()}",
+                hint="make room there, or set WCACHE_STATE_DIR to another folder",
+            ) from None
         start = os.fstat(log).st_size
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
