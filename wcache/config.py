@@ -7,7 +7,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -198,8 +198,16 @@ def _struct_problems(kind: type[Section], table: Any, prefix: str) -> Iterator[s
             try:
                 msgspec.convert(table[name], field.type)
             except msgspec.ValidationError as error:
-                reason = str(error)
-                yield f"{prefix}{name}: {reason[0].lower()}{reason[1:]}"
+                yield f"{prefix}{name}: {_reason(error, field.type, table[name])}"
+
+
+def _reason(error: msgspec.ValidationError, kind: Any, value: Any) -> str:
+    """In the words of the other problems: where few values are known, msgspec names none."""
+    if get_origin(kind) is Literal and type(value) in {type(known) for known in get_args(kind)}:
+        known = [repr(one) for one in get_args(kind)]
+        return f"is {value!r}, must be {'one of ' if known[1:] else ''}{', '.join(known)}"
+    reason = str(error)
+    return f"{reason[0].lower()}{reason[1:]}"
 
 
 def _value_problems(config: Config) -> Iterator[str]:

@@ -81,6 +81,8 @@ def test_every_fault_of_every_section_is_listed_at_once() -> None:
     [
         ("", "model: missing"),
         ("[model]", "model.path: missing"),
+        ("version = 2\n[model]\npath = '/a'", "version: is 2, must be 1"),
+        ("[model]\npath = '/a'\ndtype = 3", "model.dtype: expected `str`, got `int`"),
         ("model = 3", "model: expected a table, got int"),
         ("[model]\npath = ''", "model.path: is empty"),
         ("[model]\npath = 'a'", "model.path: is not an absolute path: a"),
@@ -101,7 +103,7 @@ def test_every_fault_of_every_section_is_listed_at_once() -> None:
         ),
         (
             "[model]\npath = '/a'\nquantization = 'int4'",
-            "model.quantization: invalid enum value 'int4'",
+            "model.quantization: is 'int4', must be one of 'auto', 'fp8'",
         ),
         (
             "[model]\npath = 'a'\nloader = 'publish'\nquantization = 'fp8'",
