@@ -170,14 +170,16 @@ class Shards:
         if shape[dim] % self.tp:
             raise CheckpointError(
                 f"tp {self.tp} does not divide dimension {dim} of {name!r}, which has {shape[dim]}",
-                hint=f"use a tp that divides {shape[dim]}",
+                hint=f"tp can be {self._possible(shape[dim])}"
+                if self._cuts_heads()
+                else f"use a tp that divides {shape[dim]}",
             )
         width = shape[dim] // self.tp
         return Slice(dim, self.tp_rank * width, (self.tp_rank + 1) * width)
 
     def _check_heads(self, name: str) -> None:
         *modules, _ = name.split(".")
-        if not any("attn" in module or "attention" in module for module in modules):
+        if not _is_attention(modules):
             return
         kinds = [("attention", self.attention_heads), ("key-value", self.kv_heads)]
         if modules[-1] in _KV:
@@ -198,9 +200,21 @@ class Shards:
                         hint=f"tp can be {self._possible()}",
                     )
 
-    def _possible(self) -> str:
-        common = gcd(*self.attention_heads, *self.kv_heads)
+    def _cuts_heads(self) -> bool:
+        """Whether heads of a known number are split over ranks: then they limit tp the most."""
+        styled = any(
+            style in _HEADED and _is_attention(key.split(".")) for key, style in self.rules.items()
+        )
+        return styled and bool(self.attention_heads and self.kv_heads)
+
+    def _possible(self, length: int = 0) -> str:
+        """What all heads, and ``length`` where one is given, can be divided by."""
+        common = gcd(*self.attention_heads, *self.kv_heads, length)
         return ", ".join(str(tp) for tp in range(1, common + 1) if common % tp == 0)
+
+
+def _is_attention(modules: Collection[str]) -> bool:
+    return any("attn" in module or "attention" in module for module in modules)
 
 
 def generic(name: str) -> str:

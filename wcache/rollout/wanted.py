@@ -196,6 +196,9 @@ def _gpus(before: MemorySection, ranks: int, visible: Sequence[Gpu]) -> tuple[st
             f"{counted(ranks, 'rank')} on this node and {counted(len(uuids), 'GPU')} visible,"
             " each rank needs one",
             hint="lower --tp, --pp or --dp, spread them with --nnodes, or look at"
+            " CUDA_VISIBLE_DEVICES and nvidia-smi"
+            if uuids
+            else "--device cpu keeps weights in host memory; where there are GPUs, look at"
             " CUDA_VISIBLE_DEVICES and nvidia-smi",
         )
     return tuple(uuids[:ranks])
