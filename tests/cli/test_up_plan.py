@@ -148,3 +148,7 @@ def test_old_weights_that_stand_in_the_way_are_named() -> None:
         check_memory(needs(2 * GIB), {"cpu": GIB}, views)
     assert "1.0 GiB of old weights" in caught.value.hint
     assert "wcache warm --replace" in caught.value.hint
+    # They are not to be given up for nothing.
+    with pytest.raises(OutOfMemoryError) as caught:
+        check_memory(needs(3 * GIB), {"cpu": GIB}, views)
+    assert caught.value.hint == "stop what uses the memory, or spread the ranks with --nnodes"

@@ -97,7 +97,16 @@ def test_what_does_not_fit_is_said_with_the_numbers() -> None:
         "not enough memory to load beside what is served: ranks 0, 1 need 2.0 GiB, 1.0 GiB is"
         " free, 2.0 GiB is held by the old weights"
     )
-    assert "--replace" in found.hint
+    assert found.hint.startswith("wcache warm --replace frees the old weights before it loads")
+
+
+def test_old_weights_are_not_to_be_given_up_where_that_would_not_do() -> None:
+    found = plan(serving(0, of=A), free=GIB, need=3 * GIB)
+    assert "1.0 GiB is free, 1.0 GiB is held by the old weights" in found.problem
+    assert (
+        found.hint == "with --replace, which frees the old weights first, it would not fit either"
+    )
+    assert plan(serving(0, of=A), free=GIB, need=2 * GIB).hint.startswith("wcache warm --replace ")
 
 
 def test_what_is_held_for_rollback_makes_room() -> None:

@@ -148,7 +148,8 @@ def check_memory(
         raise OutOfMemoryError(
             f"not enough {place}: {rank_words(ranks)} {'needs' if len(ranks) == 1 else 'need'}"
             f" {size(total)}, {size(free[device])} is free{words}",
-            hint=_memory_hint(device, held, there),
+            # Old weights that would not make enough room are not to be given up for nothing.
+            hint=_memory_hint(device, held if total <= free[device] + held else 0, there),
         )
 
 

@@ -211,7 +211,9 @@ def _check_room(plan: WarmPlan, views: Mapping[int, RankView], others: Iterable[
                 f"not enough {place} to load beside what is served: {words}, {size(free)} is"
                 f" free{more}, {size(held)} is held by the old weights{elsewhere}",
                 hint="wcache warm --replace frees the old weights before it loads: no engine can"
-                " attach until it is done",
+                " attach until it is done"
+                if needed <= free + freed + held
+                else "with --replace, which frees the old weights first, it would not fit either",
             )
         raise OutOfMemoryError(
             f"not enough {place}: {words}, {size(free)} is free{more}{elsewhere}",
