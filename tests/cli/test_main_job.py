@@ -71,6 +71,18 @@ def test_a_load_of_a_known_architecture_asks_transformers_nothing(node: Node) ->
     assert wcache(node.places, *up, extra={"PYTHONPATH": path}).code != 0
 
 
+def test_what_is_kept_where_others_may_write_is_a_warning_and_is_said_once(node: Node) -> None:
+    pytest.importorskip("transformers")
+    folder = node.paths.architecture_folder
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    done = node.up("--tp", "3")
+    said = [line for line in done.stderr.splitlines() if str(folder) in line]
+    assert (done.code, len(said)) == (0, 1)
+    assert said[0].startswith(f"warning: {folder} is open to others (mode 777): ")
+    assert done.stderr.count("asking transformers") == 1
+
+
 def test_restart_keeps_the_weights_and_says_so(node: Node) -> None:
     assert node.up().code == 0
     before = node.report()

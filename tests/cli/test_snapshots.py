@@ -71,6 +71,11 @@ def an_mxfp4_group(places: Places) -> None:
     write_checkpoint(places.root / "model", tensors, llama_config())
 
 
+def called_default(places: Places) -> None:
+    """An instance of that name from before it was refused, with a file that can not be read."""
+    places.write_config(publish_config(), "default").write_text("[model\n")
+
+
 Setup = Callable[[Places], None]
 CASES: list[tuple[str, Setup, str]] = [
     ("help", nothing, "--help"),
@@ -93,6 +98,8 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_publish_fp8", nothing, "up --model x --loader publish --quantization fp8"),
     ("usage_rank", nothing, "status x"),
     ("usage_instance", nothing, "status --instance ../x"),
+    ("usage_instance_default", nothing, "up --instance default --model x"),
+    ("usage_instance_default_before", called_default, "up --instance default"),
     ("usage_instance_empty", three_ranks, "down --instance="),
     ("usage_two_instances", nothing, "status a:0 b:0"),
     ("usage_default_and_another", nothing, "status 0 b:0"),
@@ -133,6 +140,7 @@ CASES: list[tuple[str, Setup, str]] = [
     ("down_rollback", three_models, "rollback"),
     ("down_rollback_drop", three_ranks, "rollback --drop"),
     ("down_logs", three_ranks, "logs"),
+    ("down_logs_named", three_ranks, "logs --instance draft"),
 ]
 
 

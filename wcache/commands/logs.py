@@ -163,7 +163,8 @@ def logs(
         files = _files(paths, shown, parts, with_supervisor=with_supervisor)
         if not follow and not any(file.exists for file in files):
             raise WcacheError(
-                f"no logs in {paths.state / 'log'}",
+                f"no logs{f' of {paths.instance}' if paths.instance else ''} in"
+                f" {paths.state / 'log'}",
                 hint="nothing was started here yet",
             )
         _show(files, lines, follow=follow, as_json=as_json)

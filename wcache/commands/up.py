@@ -16,9 +16,10 @@ from wcache.commands.options import (
 )
 from wcache.commands.overview import collect, problem_lines, tables
 from wcache.config import Device, DType, Loader, Quantization
-from wcache.errors import ExitCode, NotReadyError
+from wcache.errors import ExitCode, NotReadyError, UsageError
 from wcache.output import Output
 from wcache.paths import InstancePaths
+from wcache.permissions import may_exist
 from wcache.rollout.lock import hold
 
 INTERRUPTED = 130
@@ -105,6 +106,7 @@ def up(
     )  # fmt: skip
     args.check()
     paths = InstancePaths.of(instance)
+    _check_name(paths)
     supervisor = supervisor_for(paths.instance)
     out = Output(quiet=quiet, instance=instance)
     if supervisor.kind == "direct" and units_missing():
@@ -149,3 +151,16 @@ def up(
         raise typer.Exit(ExitCode.FAILED)
     if others:
         raise typer.Exit(ExitCode.MISMATCH)  # said with its remedy already
+
+
+def _check_name(paths: InstancePaths) -> None:
+    """Raises :class:`UsageError` for an instance that would begin as ``default``.
+
+    It would be another one beside the default instance, with another copy of the weights. One that
+    is there already is left alone: it may hold weights.
+    """
+    if paths.instance == "default" and not may_exist(paths.config_file):
+        raise UsageError(
+            "an instance can not be named 'default': the one without a name is called so",
+            hint="leave --instance out for the default instance",
+        )
