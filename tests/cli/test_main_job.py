@@ -54,15 +54,25 @@ def test_a_second_up_touches_nothing(node: Node) -> None:
     assert node.paths.config_file.stat().st_mtime_ns == written
 
 
+# Run as every interpreter starts; to look for a module, without its import, is no such event.
+FORBIDDEN = """
+import sys
+def check(event, arguments):
+    if event == "import" and arguments[0] == "transformers":
+        raise AssertionError("asked")
+sys.addaudithook(check)
+"""
+
+
 def test_a_load_of_a_known_architecture_asks_transformers_nothing(node: Node) -> None:
     """Not the command and not the loaders: it takes each of them seconds of imports."""
     pytest.importorskip("transformers")
     assert node.up("--tp", "3").code == 0
     assert node("down").code == 0
-    hidden = node.root / "hidden" / "transformers"
-    hidden.mkdir(parents=True)
-    (hidden / "__init__.py").write_text("raise AssertionError('asked')\n")
-    path = os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")])
+    forbidden = node.root / "forbidden"
+    forbidden.mkdir()
+    (forbidden / "sitecustomize.py").write_text(FORBIDDEN)
+    path = os.pathsep.join([str(forbidden), os.environ.get("PYTHONPATH", "")])
     up = ("up", "--model", str(node.model), *SMALL, "--tp", "3")
     done = wcache(node.places, *up, extra={"PYTHONPATH": path})
     assert (done.code, node.report(2).state) == (0, "ready")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -140,6 +141,30 @@ def test_a_refusal_is_not_kept(asked: Asked, tmp_path: Path) -> None:
     assert asked.times == 2
 
 
+def test_what_was_said_of_a_configuration_that_changed_meanwhile_is_not_kept(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_llama(tmp_path / "m")
+    before = (path / "config.json").read_bytes()
+
+    def exchanged(checkpoint: Checkpoint) -> Any:
+        (path / "config.json").write_bytes(before.replace(b"{", b'{"other": 1,', 1))
+        return read_parallel_plan(checkpoint)
+
+    monkeypatch.setattr(module, "read_parallel_plan", exchanged)
+    asked.plan(path)
+    assert not asked.folder.exists()
+
+
+def test_what_was_said_while_transformers_was_upgraded_is_not_kept(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = iter(["5.0.0", "5.0.1"])
+    monkeypatch.setattr(module, "released", lambda: next(versions))
+    asked.plan(write_llama(tmp_path / "m"))
+    assert not asked.folder.exists()
+
+
 def test_a_place_that_can_not_be_written_to_is_no_fault(asked: Asked, tmp_path: Path) -> None:
     asked.folder.parent.touch()
     path = write_llama(tmp_path / "m")
@@ -154,9 +179,22 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The metadata of a transformers that is found first."""
     info = tmp_path / "site" / "transformers-9.9.9.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 9.9.9\n")
+    _write_version(info, "9.9.9")
+    _write_module(info.parent)
     monkeypatch.syspath_prepend(str(info.parent))
+    # What was imported is what is asked, whatever the path says now.
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     return info
+
+
+def _write_version(info: Path, version: str) -> None:
+    text = f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
+    (info / "METADATA").write_text(text)
+
+
+def _write_module(site: Path) -> None:
+    (site / "transformers").mkdir(parents=True)
+    (site / "transformers" / "__init__.py").touch()
 
 
 def test_a_release_is_told_by_its_number(installed: Path) -> None:
@@ -167,6 +205,34 @@ def test_a_release_is_told_by_its_number(installed: Path) -> None:
 def test_what_was_installed_from_a_folder_has_no_number_to_go_by(installed: Path) -> None:
     told = '{"url": "file:///home/me/transformers", "dir_info": {"editable": true}}'
     (installed / "direct_url.json").write_text(told)
+    assert released() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "is_release"),
+    [("5.24.0", True), ("5.25.0rc1", True), ("5.24.0.post1", True), ("5.25.0.dev0", False),
+     ("5.24.0+ours", False)],
+)  # fmt: skip
+def test_the_number_of_a_build_does_not_say_what_it_is(
+    installed: Path, version: str, is_release: bool
+) -> None:
+    _write_version(installed, version)
+    assert released() == (version if is_release else None)
+
+
+def test_another_one_that_goes_before_the_release_is_not_taken_for_it(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert released() == "9.9.9"
+    _write_module(tmp_path / "checkout")
+    monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
+    assert released() is None
+
+
+def test_what_was_imported_counts_and_not_what_would_be(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     assert released() is None
 
 

@@ -3,6 +3,9 @@
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +14,16 @@ from typing import TypeVar
 import msgspec
 
 from wcache.checkpoint import Checkpoint
+from wcache.checkpoint.folder import CONFIG
 from wcache.kept import KeptFolder
 from wcache.load.linears import Fp8Layers, fp8_layers
 from wcache.load.parallel import ParallelPlan, read_parallel_plan
 
 SCHEME = 1
 """Changes when :class:`ParallelPlan` or :class:`Fp8Layers` do, or mean something else."""
+
+# Of PEP 440, without development releases (.dev) and local builds (+): those change as they are.
+_RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?")
 
 T = TypeVar("T")
 
@@ -77,7 +84,7 @@ class Architectures:
             model = checkpoint.config.architecture or "a model of no architecture"
             self.tell(f"{model}: asking transformers {version} {what}")
         found = self._asked(checkpoint, ask)
-        if self.keep:
+        if self.keep and _is_still(checkpoint, version):
             folder.write(name, _encoded(about, found))
         return found
 
@@ -92,14 +99,29 @@ ASK = Architectures()
 
 
 def released() -> str | None:
-    """The version of transformers that is installed; None where there is none, or where its number
-    does not say what it is: a working copy, or a build of one."""
+    """The version of transformers that an import takes; None where there is none, or where its
+    number does not say what it is: a working copy, or a build of one."""
     try:
         found = importlib.metadata.distribution("transformers")
-    except importlib.metadata.PackageNotFoundError:
+        spec = importlib.util.find_spec("transformers")
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # a module without a spec
         return None
     # Written by installers for what was not found by its version: packaging's "direct URL origin".
-    return None if found.read_text("direct_url.json") else found.version
+    if found.read_text("direct_url.json") or not _RELEASE.fullmatch(found.version or ""):
+        return None
+    # Another one may go before it on the path, by PYTHONPATH or in the folder of a script.
+    own = os.path.realpath(str(found.locate_file("transformers/__init__.py")))
+    taken = spec.origin if spec is not None else None
+    return found.version if taken and os.path.realpath(taken) == own else None
+
+
+def _is_still(checkpoint: Checkpoint, version: str) -> bool:
+    """Whether transformers was asked what it was meant to be asked: it reads config.json itself,
+    and both that and transformers may have been exchanged in the seconds of its import."""
+    with contextlib.suppress(OSError):
+        config = (checkpoint.path / CONFIG).read_bytes()
+        return config == checkpoint.config.data and released() == version
+    return False
 
 
 def _encoded(about: str, value: object) -> bytes:
