@@ -1,5 +1,9 @@
 """From what an operator calls a model to a folder on this machine: a path, or a hub id."""
 
+import contextlib
+import difflib
+import itertools
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +37,10 @@ class ResolvedModel:
         return self.checkpoint or open_checkpoint(self.path)
 
 
+A_MODEL = "a model is a folder, or a hub id such as org/name"
+_MAX_NEIGHBOURS = 1000
+
+
 def resolve_model(model: str, revision: str | None, *, download: bool = True) -> ResolvedModel:
     """The folder of ``model``, an existing directory or a hub id ``ORG/NAME``.
 
@@ -57,7 +65,7 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
     if not is_hub_id(model):
         raise CheckpointError(
             f"no such checkpoint: {model or repr(model)}",
-            hint="a model is a folder, or a hub id such as org/name",
+            hint=_meant(path) if model else A_MODEL,
         )
     try:
         import huggingface_hub
@@ -77,6 +85,24 @@ def resolve_model(model: str, revision: str | None, *, download: bool = True) ->
     # The cache names a snapshot's folder by its commit.
     commit = folder.name if _COMMIT.fullmatch(folder.name) else revision
     return ResolvedModel(path=folder, hub_id=model, revision=commit, checkpoint=cached)
+
+
+def _meant(path: Path) -> str:
+    """A hint for a folder that is not there: one beside it of almost that name, or what is missing
+    of the way to it."""
+    whole = path.absolute()
+    with contextlib.suppress(OSError):
+        missing = next(one for one in (*reversed(whole.parents), whole) if not one.exists())
+        with os.scandir(missing.parent) as found:
+            near = [one.name for one in itertools.islice(found, _MAX_NEIGHBOURS) if one.is_dir()]
+        for alike in difflib.get_close_matches(missing.name, near):
+            other = missing.parent / alike / whole.relative_to(missing)
+            # Whoever named it may drive our terminal by its name.
+            if other.is_dir() and alike.isprintable():
+                return f"did you mean {other}?"
+        if missing != whole or not path.is_absolute():
+            return f"there is no {missing}; {A_MODEL}"
+    return A_MODEL
 
 
 def is_hub_id(model: str) -> bool:

@@ -12,7 +12,7 @@ from tests.checkpoints import write_llama
 from tests.cli.snapshot import environment
 from tests.places import Places
 from wcache.errors import CheckpointError, UsageError
-from wcache.hub import ResolvedModel, resolve_model
+from wcache.hub import A_MODEL, ResolvedModel, resolve_model
 
 pytestmark = pytest.mark.cli
 
@@ -102,6 +102,31 @@ def test_without_huggingface_hub_a_hub_id_says_what_to_install(places: Places) -
     message, hint, _ = json.loads(done.stdout)
     assert "huggingface_hub" in message
     assert "pip install 'wcache[transformers]'" in hint
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("{}/models/Qwen-8B", "did you mean {}/models/Qwen3-8B?"),
+        ("{}/model/Qwen3-8B", "did you mean {}/models/Qwen3-8B?"),
+        ("./models/Qwen-8B", "did you mean {}/models/Qwen3-8B?"),
+        ("./Qwen3-8B", "there is no {}/Qwen3-8B; " + A_MODEL),
+        ("{}/nowhere/Qwen3-8B", "there is no {}/nowhere; " + A_MODEL),
+        ("{}/models/other", A_MODEL),
+        ("{}/modes/Qwen-8B", "there is no {}/modes; " + A_MODEL),
+        ("", A_MODEL),
+    ],
+)
+def test_a_folder_that_is_not_there_is_told_with_one_that_may_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, hint: str
+) -> None:
+    (tmp_path / "models" / "Qwen3-8B").mkdir(parents=True)
+    (tmp_path / "models" / "Qwen-8B\x1b[31m").mkdir()
+    (tmp_path / "models" / "Qwen-8Bs").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(model.format(tmp_path), None)
+    assert caught.value.hint == hint.format(tmp_path)
 
 
 def test_a_folder_is_never_asked_of_the_hub(
