@@ -57,6 +57,26 @@ def test_what_was_told_is_not_asked_again(asked: Asked, tmp_path: Path) -> None:
     assert asked.times == 1
 
 
+@pytest.mark.parametrize("version", ["5.0.0", None])
+def test_what_can_not_be_kept_is_asked_once_for_all_ranks(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    monkeypatch.setattr(module, "released", lambda: version)
+    asked.folder.mkdir(parents=True)
+    asked.folder.chmod(0o777)
+    checkpoint = open_checkpoint(write_llama(tmp_path / "m"))
+    told: list[str] = []
+    architectures = Architectures(asked.folder, tell=told.append)
+    plans = [architectures.parallel_plan(checkpoint) for _ in range(3)]
+    assert (plans, asked.times) == ([read_parallel_plan(checkpoint)] * 3, 1)
+    said = f"transformers {version}" if version else "transformers"
+    assert told == [f"LlamaForCausalLM: asking {said} how it is spread over ranks"]
+    other = open_checkpoint(
+        write_checkpoint(tmp_path / "o", llama_tensors(), llama_config(num_attention_heads=12))
+    )
+    assert architectures.parallel_plan(other).attention_heads == (12,)
+
+
 def test_layers_to_quantize_are_not_asked_again(asked: Asked, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_quantizable(tmp_path / "m"))
     cache = Architectures(asked.folder)

@@ -2,28 +2,27 @@
 
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
-import os
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from wcache.checkpoint import Checkpoint
+from wcache.checkpoint.document import read_document
 from wcache.checkpoint.folder import CONFIG
+from wcache.errors import CheckpointError
 from wcache.kept import KeptFolder
 from wcache.load.linears import Fp8Layers, fp8_layers
 from wcache.load.parallel import ParallelPlan, read_parallel_plan
+from wcache.load.release import released
 
 SCHEME = 1
 """Changes when :class:`ParallelPlan` or :class:`Fp8Layers` do, or mean something else."""
 
-# Of PEP 440, without development releases (.dev) and local builds (+): those change as they are.
-_RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?")
+_ELSEWHERE = "configuration_files"
+"""The key of config.json by which transformers reads another file of the folder in its place."""
 
 T = TypeVar("T")
 
@@ -46,82 +45,84 @@ class Architectures:
     """A folder with one JSON file for each answer; without a folder every question is asked anew.
 
     An answer counts for the same ``config.json``, byte for byte, and the same released version of
-    transformers. Importing a model class took 6 s on a node with scikit-learn, SciPy and pandas
-    installed, and ``wcache up`` and every rank's loader ask the same.
+    transformers, and is not kept where transformers reads more than that file. Importing a model
+    class took 6 s on a node with scikit-learn, SciPy and pandas installed, and ``wcache up`` and
+    every rank's loader ask the same.
     """
 
     folder: Path | None = None
     keep: bool = True
     """Write what had to be asked. Not for a loader, whose sandbox has no place to write to."""
-    tell: Callable[[str], None] | None = None
-    """Is called with a line before transformers is asked."""
     asks: bool = True
     """Ask transformers for what is not kept; else that raises :class:`NotAskedError`."""
+    tell: Callable[[str], None] | None = None
+    """Is called with a line before transformers is asked."""
+    _answers: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """All ranks of a command ask the same, also where nothing can be kept."""
 
     def parallel_plan(self, checkpoint: Checkpoint) -> ParallelPlan:
         """As :func:`wcache.load.parallel.read_parallel_plan`."""
-        what = "how it is spread over ranks"
-        return self._answer(checkpoint, what, ParallelPlan, read_parallel_plan)
+
+        def ask() -> ParallelPlan:
+            return self._asked(checkpoint, "how it is spread over ranks", read_parallel_plan)
+
+        return self._answer(checkpoint, ParallelPlan, ask)
 
     def fp8_layers(self, checkpoint: Checkpoint) -> Fp8Layers:
         """As :func:`wcache.load.linears.fp8_layers`."""
-        what = "which of its layers become FP8"
-        return self._answer(checkpoint, what, Fp8Layers, fp8_layers)
 
-    def _answer(
-        self, checkpoint: Checkpoint, what: str, kind: type[T], ask: Callable[[Checkpoint], T]
-    ) -> T:
+        def ask() -> Fp8Layers:
+            return self._asked(checkpoint, "which of its layers become FP8", fp8_layers)
+
+        return self._answer(checkpoint, Fp8Layers, ask)
+
+    def _answer(self, checkpoint: Checkpoint, kind: type[T], ask: Callable[[], T]) -> T:
+        if self.folder is None:
+            return ask()
         version = released()
-        if self.folder is None or version is None:
-            return self._asked(checkpoint, ask)
         config = hashlib.sha256(checkpoint.config.data).hexdigest()
         about = f"{SCHEME} {kind.__name__} of transformers {version} for {config}"
+        if about not in self._answers:
+            if version is None or _ELSEWHERE in checkpoint.config.raw:
+                self._answers[about] = ask()
+            else:
+                self._answers[about] = self._kept(KeptFolder(self.folder), about, kind, ask)
+        answer: T = self._answers[about]
+        return answer
+
+    def _kept(self, folder: KeptFolder, about: str, kind: type[T], ask: Callable[[], T]) -> T:
         name = hashlib.sha256(about.encode()).hexdigest()[:32]
-        folder = KeptFolder(self.folder)
         if (known := _decoded(folder.read(name), about, kind)) is not None:
             return known
-        if self.tell is not None and self.asks:
-            model = checkpoint.config.architecture or "a model of no architecture"
-            self.tell(f"{model}: asking transformers {version} {what}")
-        found = self._asked(checkpoint, ask)
-        if self.keep and _is_still(checkpoint, version):
-            folder.write(name, _encoded(about, found))
+        found = ask()
+        if self.keep:
+            # A config may have a plan of its own, with names that no file can have.
+            with contextlib.suppress(UnicodeError):
+                folder.write(name, _encoded(about, found))
         return found
 
-    def _asked(self, checkpoint: Checkpoint, ask: Callable[[Checkpoint], T]) -> T:
+    def _asked(self, checkpoint: Checkpoint, what: str, ask: Callable[[Checkpoint], T]) -> T:
+        """The answer, which transformers gives for the file as it is by then.
+
+        Raises :class:`CheckpointError` where that is another one than ``checkpoint`` was read with:
+        imports take seconds, and a link to the current model may have been moved.
+        """
         if not self.asks:
             raise NotAskedError
-        return ask(checkpoint)
+        if self.tell is not None:
+            model = checkpoint.config.architecture or "a model of no architecture"
+            self.tell(f"{model}: asking transformers {what}")
+        found = ask(checkpoint)
+        if read_document(checkpoint.path / CONFIG) != checkpoint.config.data:
+            raise CheckpointError(
+                f"{checkpoint.path / CONFIG} has changed while it was read",
+                hint="when the folder is complete: wcache up",
+            )
+        return found
 
 
 ASK = Architectures()
 """Asks transformers every time."""
-
-
-def released() -> str | None:
-    """The version of transformers that an import takes; None where there is none, or where its
-    number does not say what it is: a working copy, or a build of one."""
-    try:
-        found = importlib.metadata.distribution("transformers")
-        spec = importlib.util.find_spec("transformers")
-    except (importlib.metadata.PackageNotFoundError, ValueError):  # a module without a spec
-        return None
-    # Written by installers for what was not found by its version: packaging's "direct URL origin".
-    if found.read_text("direct_url.json") or not _RELEASE.fullmatch(found.version or ""):
-        return None
-    # Another one may go before it on the path, by PYTHONPATH or in the folder of a script.
-    own = os.path.realpath(str(found.locate_file("transformers/__init__.py")))
-    taken = spec.origin if spec is not None else None
-    return found.version if taken and os.path.realpath(taken) == own else None
-
-
-def _is_still(checkpoint: Checkpoint, version: str) -> bool:
-    """Whether transformers was asked what it was meant to be asked: it reads config.json itself,
-    and both that and transformers may have been exchanged in the seconds of its import."""
-    with contextlib.suppress(OSError):
-        config = (checkpoint.path / CONFIG).read_bytes()
-        return config == checkpoint.config.data and released() == version
-    return False
 
 
 def _encoded(about: str, value: object) -> bytes:
