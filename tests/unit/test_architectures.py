@@ -1,10 +1,10 @@
 """transformers is asked once about an architecture, and again when anything that counts changed."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from wcache.checkpoint import Checkpoint, open_checkpoint
 from wcache.config import Config, LayoutSection, ModelSection
 from wcache.errors import CheckpointError
 from wcache.load import architectures as module
-from wcache.load.architectures import Architectures, released
+from wcache.load.architectures import Architectures, NotAskedError
 from wcache.load.linears import fp8_layers
 from wcache.load.parallel import read_parallel_plan
 from wcache.load.placement import plan
@@ -69,8 +69,7 @@ def test_what_can_not_be_kept_is_asked_once_for_all_ranks(
     architectures = Architectures(asked.folder, tell=told.append)
     plans = [architectures.parallel_plan(checkpoint) for _ in range(3)]
     assert (plans, asked.times) == ([read_parallel_plan(checkpoint)] * 3, 1)
-    said = f"transformers {version}" if version else "transformers"
-    assert told == [f"LlamaForCausalLM: asking {said} how it is spread over ranks"]
+    assert told == ["LlamaForCausalLM: asking transformers how it is spread over ranks"]
     other = open_checkpoint(
         write_checkpoint(tmp_path / "o", llama_tensors(), llama_config(num_attention_heads=12))
     )
@@ -93,7 +92,7 @@ def test_a_person_is_told_before_the_seconds_that_it_takes(asked: Asked, tmp_pat
     told: list[str] = []
     for _ in range(2):
         Architectures(asked.folder, tell=told.append).parallel_plan(checkpoint)
-    assert told == ["LlamaForCausalLM: asking transformers 5.0.0 how it is spread over ranks"]
+    assert told == ["LlamaForCausalLM: asking transformers how it is spread over ranks"]
 
 
 def test_weights_elsewhere_with_the_same_configuration_are_not_asked_for(
@@ -143,6 +142,17 @@ def test_what_a_working_copy_says_is_not_kept(
     assert not asked.folder.exists()
 
 
+def test_who_may_not_ask_is_told_what_is_kept(asked: Asked, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_llama(tmp_path / "m"))
+    told: list[str] = []
+    kept = Architectures(asked.folder, asks=False, tell=told.append)
+    with pytest.raises(NotAskedError):
+        kept.parallel_plan(checkpoint)
+    first = asked.plan(checkpoint.path)
+    assert kept.parallel_plan(checkpoint) == first
+    assert (asked.times, told) == (1, [])
+
+
 def test_a_loader_reads_and_never_writes(asked: Asked, tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m")
     asked.plan(path, keep=False)
@@ -161,19 +171,34 @@ def test_a_refusal_is_not_kept(asked: Asked, tmp_path: Path) -> None:
     assert asked.times == 2
 
 
-def test_what_was_said_of_a_configuration_that_changed_meanwhile_is_not_kept(
-    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_told_of_a_configuration_that_came_in_between_is_not_taken(
+    asked: Asked, tmp_path: Path
 ) -> None:
+    """As where a link to the current model is moved while transformers is imported."""
     path = write_llama(tmp_path / "m")
-    before = (path / "config.json").read_bytes()
+    before = open_checkpoint(path)
+    (path / "config.json").write_text(json.dumps(llama_config(num_attention_heads=12)))
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        Architectures(asked.folder).parallel_plan(before)
+    (path / "config.json").write_bytes(before.config.data)
+    assert asked.plan(path) == read_parallel_plan(before)
 
-    def exchanged(checkpoint: Checkpoint) -> Any:
-        (path / "config.json").write_bytes(before.replace(b"{", b'{"other": 1,', 1))
-        return read_parallel_plan(checkpoint)
 
-    monkeypatch.setattr(module, "read_parallel_plan", exchanged)
-    asked.plan(path)
-    assert not asked.folder.exists()
+def test_a_configuration_in_another_file_is_read_every_time(asked: Asked, tmp_path: Path) -> None:
+    """transformers reads that one, and only config.json is known here."""
+    config = llama_config(configuration_files=["config.5.0.0.json"])
+    path = write_checkpoint(tmp_path / "m", llama_tensors(), config)
+    for heads in (12, 6):
+        text = json.dumps(llama_config(num_attention_heads=heads))
+        (path / "config.5.0.0.json").write_text(text)
+        assert asked.plan(path).attention_heads == (heads,)
+
+
+def test_names_that_can_not_be_written_are_not_kept(asked: Asked, tmp_path: Path) -> None:
+    config = llama_config(base_model_tp_plan={"\ud800": "colwise"})
+    path = write_checkpoint(tmp_path / "m", llama_tensors(), config)
+    assert asked.plan(path) == asked.plan(path)
+    assert asked.times == 2
 
 
 def test_what_was_said_while_transformers_was_upgraded_is_not_kept(
@@ -189,71 +214,6 @@ def test_a_place_that_can_not_be_written_to_is_no_fault(asked: Asked, tmp_path: 
     asked.folder.parent.touch()
     path = write_llama(tmp_path / "m")
     assert asked.plan(path) == read_parallel_plan(open_checkpoint(path))
-
-
-# --- which version it is -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The metadata of a transformers that is found first."""
-    info = tmp_path / "site" / "transformers-9.9.9.dist-info"
-    info.mkdir(parents=True)
-    _write_version(info, "9.9.9")
-    _write_module(info.parent)
-    monkeypatch.syspath_prepend(str(info.parent))
-    # What was imported is what is asked, whatever the path says now.
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    return info
-
-
-def _write_version(info: Path, version: str) -> None:
-    text = f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
-    (info / "METADATA").write_text(text)
-
-
-def _write_module(site: Path) -> None:
-    (site / "transformers").mkdir(parents=True)
-    (site / "transformers" / "__init__.py").touch()
-
-
-def test_a_release_is_told_by_its_number(installed: Path) -> None:
-    assert installed.is_dir()
-    assert released() == "9.9.9"
-
-
-def test_what_was_installed_from_a_folder_has_no_number_to_go_by(installed: Path) -> None:
-    told = '{"url": "file:///home/me/transformers", "dir_info": {"editable": true}}'
-    (installed / "direct_url.json").write_text(told)
-    assert released() is None
-
-
-@pytest.mark.parametrize(
-    ("version", "is_release"),
-    [("5.24.0", True), ("5.25.0rc1", True), ("5.24.0.post1", True), ("5.25.0.dev0", False),
-     ("5.24.0+ours", False)],
-)  # fmt: skip
-def test_the_number_of_a_build_does_not_say_what_it_is(
-    installed: Path, version: str, is_release: bool
-) -> None:
-    _write_version(installed, version)
-    assert released() == (version if is_release else None)
-
-
-def test_another_one_that_goes_before_the_release_is_not_taken_for_it(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert released() == "9.9.9"
-    _write_module(tmp_path / "checkout")
-    monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
-    assert released() is None
-
-
-def test_what_was_imported_counts_and_not_what_would_be(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
-    assert released() is None
 
 
 # --- what it is for ------------------------------------------------------------------------------

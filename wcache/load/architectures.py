@@ -79,23 +79,25 @@ class Architectures:
     def _answer(self, checkpoint: Checkpoint, kind: type[T], ask: Callable[[], T]) -> T:
         if self.folder is None:
             return ask()
-        version = released()
-        config = hashlib.sha256(checkpoint.config.data).hexdigest()
-        about = f"{SCHEME} {kind.__name__} of transformers {version} for {config}"
-        if about not in self._answers:
-            if version is None or _ELSEWHERE in checkpoint.config.raw:
-                self._answers[about] = ask()
+        question = f"{kind.__name__} for {hashlib.sha256(checkpoint.config.data).hexdigest()}"
+        if question not in self._answers:
+            if _ELSEWHERE in checkpoint.config.raw:
+                self._answers[question] = ask()
             else:
-                self._answers[about] = self._kept(KeptFolder(self.folder), about, kind, ask)
-        answer: T = self._answers[about]
+                self._answers[question] = self._kept(KeptFolder(self.folder), question, kind, ask)
+        answer: T = self._answers[question]
         return answer
 
-    def _kept(self, folder: KeptFolder, about: str, kind: type[T], ask: Callable[[], T]) -> T:
+    def _kept(self, folder: KeptFolder, question: str, kind: type[T], ask: Callable[[], T]) -> T:
+        version = released()
+        if version is None:
+            return ask()
+        about = f"{SCHEME} of transformers {version}: {question}"
         name = hashlib.sha256(about.encode()).hexdigest()[:32]
         if (known := _decoded(folder.read(name), about, kind)) is not None:
             return known
         found = ask()
-        if self.keep:
+        if self.keep and released() == version:  # and not upgraded in the seconds of its import
             # A config may have a plan of its own, with names that no file can have.
             with contextlib.suppress(UnicodeError):
                 folder.write(name, _encoded(about, found))
