@@ -59,8 +59,10 @@ class Notifier:
         """Hands ``fd`` over; FDPOLL=0 because a memfd or a GPU handle can not be polled."""
         return self._send(("FDSTORE=1", "FDPOLL=0", f"FDNAME={name}"), (fd,))
 
-    def remove(self, name: str) -> None:
-        self.say("FDSTOREREMOVE=1", f"FDNAME={name}")
+    def remove(self, name: str, *, waits: bool = True) -> bool:
+        """Has what is stored under ``name`` given up; False when nobody heard it."""
+        timeout_s = SEND_TIMEOUT_S if waits else 0
+        return self._send(("FDSTOREREMOVE=1", f"FDNAME={name}"), (), timeout_s=timeout_s)
 
     def barrier(self) -> bool:
         """Waits until everything said before was taken in; False when that is not confirmed.

@@ -20,8 +20,8 @@ from tests.changeover import (
 )
 from tests.daemons import Daemon, Start, attach, connects, report
 from tests.places import Places
-from tests.processes import Store, end, wait_for
-from tests.publishing import content, head, manifest, offered
+from tests.processes import Store, daemon_log, end, wait_for
+from tests.publishing import content, head, manifest, offered, slab
 from wcache.config import Config, LayoutSection
 from wcache.control import Control, RefusedError
 from wcache.daemon.roles import Record, Roles
@@ -418,9 +418,55 @@ def test_a_rank_that_was_emptied_outlives_a_failed_load_and_takes_the_next(
     meanwhile(store, fail)
     settled(places, store, RankState.EMPTY)
     assert "disk is on fire" in report(places).problems[0]
-    assert load(places, store, A, b"a") == 1
-    assert served(places) == (1, content(b"a"))
+    assert load(places, store, A, b"a") == 2
+    assert served(places) == (2, content(b"a"))
     assert places.rank().ready_file.exists()
+
+
+def test_what_the_supervisor_did_not_hear_of_is_never_mixed_with_what_comes_after(
+    places: Places, store: Store, start: Start, daemon: Daemon
+) -> None:
+    """Its queue was full while a generation was freed: the store has that one still."""
+    kept = {name: os.dup(fd) for name, fd in store.fds.items() if name != "config"}
+    release(places, store, "serving")
+    store.serve(lambda: store.fds.keys() == {"config"})
+    load(places, store, A, b"b")
+    end(daemon)
+    assert not kept.keys() & store.fds.keys()
+    store.fds |= kept
+    start()
+    assert served(places) == (2, content(b"b"))
+
+
+class SameName(str):
+    """A second entry of the same name: stores keep any number of them."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("name", ["g1.slab.0", "g1.manifest"])
+def test_two_contents_under_one_name_are_neither_of_them_served(
+    places: Places, store: Store, start: Start, daemon: Daemon, name: str
+) -> None:
+    end(daemon)
+    store.fds[SameName(name)] = slab(b"of another generation")
+    start(ready=False)
+    store.serve(lambda: connects(places) and not {"g1.slab.0", "g1.manifest"} & store.fds.keys())
+    assert report(places).state is RankState.EMPTY
+    assert "two contents" in daemon_log(places).read_text()
+
+
+def test_one_content_that_is_stored_twice_is_served(
+    places: Places, store: Store, start: Start, daemon: Daemon
+) -> None:
+    end(daemon)
+    store.fds[SameName("g1.slab.0")] = os.dup(store.fds["g1.slab.0"])
+    start()
+    assert served(places) == (1, content(b"a"))
 
 
 def test_right_after_a_restart_nothing_that_is_served_is_freed(

@@ -1,9 +1,12 @@
 """What a daemon has its supervisor keep is handed over again when nobody listened."""
 
+import os
+
 import pytest
 
 from tests.places import Places, publish_config
 from tests.processes import Store
+from wcache import notify
 from wcache.daemon import safekeeping
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.safekeeping import Safekeeping
@@ -29,5 +32,31 @@ def test_a_configuration_that_nobody_heard_of_is_stored_later_and_once(
         store.serve(lambda: "STATUS=end" in store.said)
         assert STORED_NAME in store.fds
         assert store.said.count("FDSTORE=1") == 1
+    finally:
+        store.close()
+
+
+def test_what_nobody_heard_the_end_of_is_given_up_later(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that hangs: its queue is full, and its store keeps what was freed."""
+    monkeypatch.setattr(notify, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(safekeeping, "AGAIN_S", 0.0)
+    path = places.root / "notify"
+    store = Store(path)
+    try:
+        names = ["g1.slab.0", "g1.slab.1", "g1.manifest"]
+        store.fds |= {name: os.memfd_create(name) for name in names}
+        notifier = Notifier(str(path), None)
+        while notifier.mention("STATUS=full"):
+            pass
+        keeping = Safekeeping(notifier)
+        keeping.discard(names)
+        assert "3 descriptors are given up: what was freed may still" in keeping.problem
+        assert not keeping.discard_again()
+        store.serve(lambda: keeping.discard_again())
+        store.serve(lambda: not store.fds)
+        assert not keeping.has_leftovers
+        assert keeping.problem == ""
     finally:
         store.close()

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import stat
 
 from wcache.wire import close_all
 
@@ -35,6 +36,12 @@ def parse_manifest_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def generation_of(name: str) -> int | None:
+    """The generation that a descriptor is a part of, or None for any other name."""
+    slab = parse_slab_name(name)
+    return slab[0] if slab is not None else parse_manifest_name(name)
+
+
 def take_over() -> dict[str, int]:
     """Descriptors by name, close-on-exec; empty when nothing was handed to this process.
 
@@ -47,6 +54,7 @@ def take_over() -> dict[str, int]:
     if pid != str(os.getpid()) or not count.isdigit() or int(count) > MAX_HANDED_OVER:
         return {}
     handed_over: dict[str, int] = {}
+    doubtful: set[str] = set()
     for index in range(int(count)):
         fd = FIRST_FD + index
         name = names[index] if index < len(names) else "unknown"
@@ -56,8 +64,24 @@ def take_over() -> dict[str, int]:
             log.error("descriptor %d (%s) was announced and is not there: %s", fd, name, error)
             continue
         if name in handed_over:
+            if generation_of(name) is not None and _are_other_files(fd, handed_over[name]):
+                doubtful.add(name)
             log.warning("descriptor %s was handed over twice, the second is closed", name)
             close_all([fd])
         else:
             handed_over[name] = fd
+    for name in doubtful:
+        log.error("descriptor %s was handed over with two contents, neither is used", name)
+        close_all([handed_over[name]])
+        # Is no part of anything: its generation is not whole, and all of it is dropped.
+        handed_over[name] = os.memfd_create("wcache-doubtful", os.MFD_CLOEXEC)
     return handed_over
+
+
+def _are_other_files(one: int, other: int) -> bool:
+    """True for two memfds of which nobody knows which one a generation is made of.
+
+    A GPU's allocations can not be told apart: each shows the same node.
+    """
+    first, second = os.fstat(one), os.fstat(other)
+    return stat.S_ISREG(first.st_mode) and not os.path.samestat(first, second)

@@ -9,6 +9,7 @@ import msgspec
 from wcache.config import Config
 from wcache.daemon.configuration import Configuration
 from wcache.daemon.generation import Generation, adopt
+from wcache.daemon.handover import generation_of
 from wcache.daemon.roles import Record, Roles, take_records, without_access
 from wcache.daemon.safekeeping import Safekeeping
 from wcache.errors import ProtocolError
@@ -32,11 +33,12 @@ class Holdings:
 
     def __init__(self, rank: int, notifier: Notifier, configuration: Configuration) -> None:
         self._rank = rank
-        self._notifier = notifier
         self._configuration = configuration
         self._safekeeping = Safekeeping(notifier)
         self._generations: dict[int, Generation] = {}
         self._unreadable: dict[int, str] = {}
+        self._last_number = 0
+        """The highest that the store has had a descriptor of, as far as that is known."""
         self._roles = Roles()
         self._drain_after = 0.0
         self.freed: FreedReport | None = None
@@ -79,8 +81,12 @@ class Holdings:
 
     @property
     def next_number(self) -> int:
-        """For the generation that is loaded next."""
-        return max((*self._generations, *self._unreadable), default=0) + 1
+        """For the generation that is loaded next.
+
+        Never that of one that was freed: where the supervisor has not heard of its end, the store
+        would have two under one name, and a daemon after this one slabs of both.
+        """
+        return self._last_number + 1
 
     @property
     def grace_s(self) -> float:
@@ -129,11 +135,13 @@ class Holdings:
 
         Returns the generation that is served from now on.
         """
+        numbers = (generation_of(name) for name in handed_over)
+        self._last_number = max((number for number in numbers if number is not None), default=0)
         records = take_records(handed_over)
         whole, dropped, self._unreadable = adopt(handed_over)
         for name in dropped:
             log.warning("descriptor %s belongs to no whole generation and is dropped", name)
-            self._notifier.remove(name)
+        self._safekeeping.discard(dropped)
         for generation in whole:
             self._generations[generation.number] = generation
         self._roles = self._adopted_roles(records)
@@ -178,6 +186,7 @@ class Holdings:
     def keep(self, new: Generation, config: Config | None) -> None:
         """Takes in what was loaded for ``config`` and has it stored; that does not serve it."""
         self._generations[new.number] = new
+        self._last_number = max(self._last_number, new.number)
         self._safekeeping.keep(new)
         if config is not None:
             configs = self._roles.configs | {new.number: without_access(config)}
@@ -252,6 +261,8 @@ class Holdings:
             roles.serving == max(self._generations, default=None)
             and roles.held is None
             and roles.candidate is None
+            # What was given up and is stored yet would be among them after a restart.
+            and not self._safekeeping.has_leftovers
         )
         # The configuration is in the store too, and tells what the served generation goes with.
         is_known = self._is_current(configs.get(roles.serving or 0))
@@ -266,6 +277,8 @@ class Holdings:
         """Tries again to have kept what the supervisor did not confirm."""
         for held in self:
             self._safekeeping.keep_again(held)
+        if self._safekeeping.discard_again():
+            self.keep_roles()
         self._safekeeping.keep_roles_again()
         self._safekeeping.keep_lost_config(self._configuration)
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Iterable
 
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.generation import Generation
@@ -23,6 +24,8 @@ class Safekeeping:
     def __init__(self, notifier: Notifier) -> None:
         self._notifier = notifier
         self._problems: dict[int, str] = {}
+        self._leaving: dict[str, None] = {}
+        """Names to be taken out of the store, in order, of which nobody has heard yet."""
         self._again_at = 0.0
         self._records: list[Record] = []
         """Stored, and not known to be gone; the last one counts."""
@@ -34,12 +37,23 @@ class Safekeeping:
     @property
     def problem(self) -> str:
         """Why a restart may lose weights; empty when everything was confirmed."""
-        return next(iter(self._problems.values()), "")
+        left = ""
+        if self._leaving:
+            left = (
+                f"the supervisor did not hear that {len(self._leaving)} descriptors are given up:"
+                " what was freed may still take its memory"
+            )
+        return next(iter(self._problems.values()), left)
 
     @property
     def must_wait(self) -> bool:
         """True while nothing that is stored may be given up for what may not be."""
         return bool(self._problems) and self._notifier.keeps_descriptors
+
+    @property
+    def has_leftovers(self) -> bool:
+        """True while the store may hold generations that were given up."""
+        return bool(self._leaving)
 
     @property
     def records(self) -> int:
@@ -79,8 +93,33 @@ class Safekeeping:
     def give_up(self, held: Generation) -> None:
         """Takes a generation out of the store."""
         self._problems.pop(held.number, None)
-        for name, _ in held.named_fds():
-            self._notifier.remove(name)
+        self.discard(name for name, _ in held.named_fds())
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Takes ``names`` out of the store, now or when the supervisor listens again."""
+        if self._notifier.keeps_descriptors:
+            self._leaving.update(dict.fromkeys(names))
+            if not self._discard(waits=True):
+                log.error("%s", self.problem)
+
+    def discard_again(self) -> bool:
+        """Tries again, from time to time, what nobody heard; True when that is done by now."""
+        if not self._leaving or time.monotonic() < self._again_at:
+            return False
+        # One that hangs still is not waited for.
+        return self._discard(waits=False)
+
+    def _discard(self, *, waits: bool) -> bool:
+        """True when everything is taken out; ``waits`` until the first of it is heard."""
+        # As with keep(): a supervisor that hangs is not waited for with every slab.
+        deadline = time.monotonic() + DEADLINE_S
+        for name in list(self._leaving):
+            if time.monotonic() > deadline or not self._notifier.remove(name, waits=waits):
+                self._again_at = time.monotonic() + AGAIN_S
+                return False
+            del self._leaving[name]
+            waits = True
+        return True
 
     # --- who plays which part ---------------------------------------------------------------
 
@@ -120,9 +159,8 @@ class Safekeeping:
         done = all(self._notifier.store(record.name, record.fd) for record in current)
         done = done and (not current or self._is_confirmed())
         if done and outdated:
-            for record in outdated:
-                self._notifier.remove(record.name)
-            done = self._is_confirmed()
+            done = all(self._notifier.remove(record.name) for record in outdated)
+            done = done and self._is_confirmed()
         if done:
             for record in outdated:
                 record.close()
@@ -147,8 +185,9 @@ class Safekeeping:
     def keep_config(self, configuration: Configuration) -> None:
         """Puts the current configuration in place of the one that is stored."""
         if configuration.current is not None:
-            self._notifier.remove(STORED_NAME)
-            stored = self._notifier.store(STORED_NAME, configuration.make_stored())
+            made = configuration.make_stored()
+            # Two of that name would be one too many to tell which counts.
+            stored = self._notifier.remove(STORED_NAME) and self._notifier.store(STORED_NAME, made)
             lost = self._notifier.keeps_descriptors and not stored
             self._config_again_at = time.monotonic() + AGAIN_S if lost else math.inf
 
