@@ -403,10 +403,10 @@ def test_a_killed_warm_is_gone_on_with(node: Node) -> None:
     late = node("warm", "--model", model, "--timeout", "0.1")
     assert late.code == 3
     assert "wcache warm with the same options goes on with it" in late.stderr
-    wait_for(lambda: parts(node, 0).get(2) == parts(node, 1).get(2) == "staged", "all is loaded")
+    wait_for(lambda: parts(node, 0).get(3) == parts(node, 1).get(3) == "staged", "all is loaded")
     # As if it had been killed between the two ranks.
     with Control.connect(node.paths.rank(0), "operator") as control:
-        control.request(Switch(generation=2), Switched)
+        control.request(Switch(generation=3), Switched)
     assert node("warm", "--model", model).code == 0
     assert digest(node) == digest(node, 1) != before
 
