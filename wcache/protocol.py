@@ -308,6 +308,9 @@ class Report(Message, tag="report", frozen=True, kw_only=True):
     """Descriptors that the supervisor's store should hold for this rank."""
     generations: tuple[GenerationReport, ...] = ()
     leases: tuple[LeaseReport, ...] = ()
+    renewing: tuple[int, ...] = ()
+    """Pids of engines that held leases on the daemon before this one, live, and may renew them yet;
+    0 for one that can not be seen."""
     progress: ProgressReport | None = None
     reclaiming: bool = False
     """Nothing is held, and an engine may give back or has given back what was."""

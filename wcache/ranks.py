@@ -55,6 +55,15 @@ class RankView:
         return self.report.leases if self.report else ()
 
     @property
+    def renewing(self) -> tuple[int, ...]:
+        """Pids of engines that may have mapped what is held, and have no lease since a restart."""
+        return self.report.renewing if self.report else ()
+
+    @property
+    def is_used(self) -> bool:
+        return bool(holders([self]))
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of all slabs of all generations."""
         return sum(held.slab_bytes for held in self.report.generations) if self.report else 0
@@ -298,8 +307,13 @@ def rank_words(ranks: Iterable[int]) -> str:
 
 
 def holders(views: Iterable[RankView]) -> list[str]:
-    """A line for each lease: whom to stop before weights can go."""
-    return [f"rank {one.rank}: {_who(lease)}" for one in views for lease in one.leases]
+    """A line for each lease, or who may have one: whom to stop before weights can go."""
+    found = []
+    for one in views:
+        found += [f"rank {one.rank}: {_who(lease)}" for lease in one.leases]
+        if one.report is not None and one.report.generations:
+            found += [f"rank {one.rank}: {_who_may(pid)}" for pid in one.renewing]
+    return found
 
 
 def first_of(used: Sequence[str]) -> str:
@@ -309,7 +323,15 @@ def first_of(used: Sequence[str]) -> str:
     return f"{told}; and {more} more" if more > 0 else told
 
 
-def _who(lease: LeaseReport) -> str:
+def _who_may(pid: int) -> str:
+    return f"{_name(pid)} has not renewed its lease since the daemon's restart"
+
+
+def _name(pid: int) -> str:
     # The kernel gives no pid for a peer in a pid namespace that the daemon can not see.
-    pid = f"pid {lease.pid}" if lease.pid else "a process of another pid namespace"
-    return f"{pid} (uid {lease.uid}): {one_line(lease.command, _COMMAND_LENGTH) or 'no command'}"
+    return f"pid {pid}" if pid else "a process of another pid namespace"
+
+
+def _who(lease: LeaseReport) -> str:
+    command = one_line(lease.command, _COMMAND_LENGTH) or "no command"
+    return f"{_name(lease.pid)} (uid {lease.uid}): {command}"

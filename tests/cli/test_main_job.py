@@ -21,6 +21,17 @@ from wcache.wire import peer_credentials
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]
 
+_HOLDING = """
+import sys
+from wcache.control import Control
+from wcache.paths import RankId, RankPaths
+from wcache.protocol import Attach, Attached
+with Control.connect(RankPaths.of(RankId("", 0)), "client") as control:
+    control.request(Attach(), Attached)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
 
 def test_up_status_verify_and_down_say_what_they_did(node: Node) -> None:
     # Quiet: which phases of a load are seen depends on when one looks.
@@ -167,6 +178,36 @@ def test_down_is_refused_while_an_engine_uses_the_weights(node: Node) -> None:
         assert forced.code == 0
         assert "free only when they end" in forced.stderr
     assert ask(node.paths.rank(0)) is None
+
+
+def test_down_is_refused_while_an_engine_has_not_noticed_the_restart(node: Node) -> None:
+    """It has the weights mapped: nothing would be free, and it may still give them back."""
+    node.up()
+    with node.lease():
+        assert node("restart").code == 0
+    assert node.report().leases == ()
+    refused = node("down")
+    assert refused.code == 1
+    assert f"rank 0: pid {os.getpid()} has not renewed its lease since the" in refused.stderr
+    assert node.paths.rank(0).ready_file.exists()
+    forced = node("down", "--force")
+    assert "given up" in forced.stderr
+    assert node.paths.rank(0).served_file.exists()
+
+
+def test_an_engine_that_ended_during_the_restart_is_not_waited_for(node: Node) -> None:
+    node.up()
+    engine = subprocess.Popen(
+        [sys.executable, "-c", _HOLDING],
+        env=environment(node.places), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"held\n"
+        assert node("restart").code == 0
+        assert node.report().renewing == (engine.pid,)
+        engine.kill()
+    assert node("down").code == 0
 
 
 def test_down_ends_the_supervisor_too(node: Node) -> None:

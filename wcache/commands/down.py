@@ -83,7 +83,7 @@ def _forget(paths: InstancePaths, stopped: Mapping[int, RankView]) -> None:
     An engine that starts waits a while where one lies: for it, that rank may be restarting.
     """
     for rank, one in stopped.items():
-        if one.report is not None and not one.leases:
+        if one.report is not None and not one.leases and not one.renewing:
             with contextlib.suppress(OSError):  # it costs those seconds
                 paths.rank(rank).served_file.unlink()
 

@@ -308,6 +308,7 @@ class Rank:
             expected_fds=self._holdings.expected_fds(),
             generations=self._holdings.reports(),
             leases=tuple(self._leases.values()),
+            renewing=self.reclaim.renewing,
             progress=self._load.report() if self._load is not None else None,
             reclaiming=not self._holdings and self.reclaim.is_expected,
             staging=self._holdings.staging,
@@ -414,6 +415,7 @@ class Rank:
 
     def _lease(self, peer: int, lease: LeaseReport, held: Generation) -> None:
         self._leases[peer] = msgspec.structs.replace(lease, generation=held.number)
+        self.reclaim.leased(lease.pid)
         self.record()
         self.say_status()
 

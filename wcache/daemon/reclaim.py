@@ -76,11 +76,14 @@ class Reclaim:
         self._refused: dict[int, str] = {}
         self._waits_since: float | None = None
         self._renewed_by = time.monotonic() + RENEWAL_S
+        self._not_renewed: set[int] = set()
         self._unwritable = ""
         try:
             self._served = read_served(file)
         except WcacheError as error:
             log.warning("what was served last is not known: %s", error.message)
+        if self._served is not None:
+            self._not_renewed.update(self._served.leases)
 
     # --- the record -----------------------------------------------------------------------
 
@@ -109,6 +112,20 @@ class Reclaim:
             if self._unwritable != str(error):
                 log.error("what is served can not be recorded: %s", error)
             self._unwritable = str(error)
+
+    def leased(self, pid: int) -> None:
+        """An engine has a lease on this daemon."""
+        self._not_renewed.discard(pid)
+
+    @property
+    def renewing(self) -> tuple[int, ...]:
+        """Live engines that had leases before this daemon's start, and may have the weights mapped.
+
+        One that compiles or copies for seconds has not noticed the restart yet.
+        """
+        if time.monotonic() >= self._renewed_by:
+            return ()
+        return tuple(sorted(pid for pid in self._not_renewed if may_live(pid)))
 
     # --- what an empty daemon waits for -----------------------------------------------------
 

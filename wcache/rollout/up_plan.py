@@ -84,8 +84,8 @@ def _place(rollout: Rollout, rank: int, one: RankView, config: Config) -> None:
 
 
 def _check_leases(views: Mapping[int, RankView], rollout: Rollout, config: Config) -> None:
-    replaced = [views[rank] for rank in rollout.load if views[rank].leases]
-    leaving = [views[rank] for rank in rollout.leaving if views[rank].leases]
+    replaced = [views[rank] for rank in rollout.load if views[rank].is_used]
+    leaving = [views[rank] for rank in rollout.leaving if views[rank].is_used]
     used = holders([*replaced, *leaving])
     if not used:
         return
