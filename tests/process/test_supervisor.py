@@ -1,17 +1,22 @@
 """The supervisor without systemd: what it keeps, when it restarts, how it ends."""
 
 import contextlib
+import ctypes
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.process.supervised import SLABS, Supervised
 from tests.processes import PATIENCE_S, wait_for
-from wcache.errors import TryAgainError
+from wcache.errors import TryAgainError, WcacheError
 
 pytestmark = pytest.mark.process
+
+PTRACE_SEIZE = 0x4206
+WALL = 0x40000000
 
 
 def memfds(pid: int) -> list[str]:
@@ -208,6 +213,39 @@ def test_what_ignores_sigterm_is_killed(supervised: Supervised) -> None:
     assert (unit.state, unit.result) == ("inactive", "stop timeout")
     for pid in (supervised.starts()[0]["pid"], supervised.loads()[0]["pid"]):
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_loader_that_nothing_can_end_is_named_and_not_waited_for(supervised: Supervised) -> None:
+    """As one is that waits for a disk which does not answer."""
+    supervised.timing(stop_timeout_s=0.3, stuck_s=0.3)
+    supervised.launch("--empty")
+    supervised.order_loader(seconds=600)
+    supervised.commands.start([0])
+    supervised.wait_state("active")
+    wait_for(lambda: len(supervised.loads()) == 1, "the loader runs")
+    loader = supervised.loads()[0]["pid"]
+    with kept_from_ending(loader):
+        with pytest.raises(WcacheError, match=f"pid {loader} was killed and does not") as caught:
+            supervised.commands.stop([0])
+        assert "its memory is free when" in str(caught.value.hint)
+        assert supervised.show().state == "inactive"
+        # The next up is told as much, and loads once that one has ended.
+        supervised.commands.start([0])
+        unit = supervised.wait_state("active")
+        assert (unit.loader, unit.loader_pid) == ("failed", loader)
+        assert "does not end" in unit.loader_result
+    wait_for(lambda: len(supervised.loads()) == 2, "another loader runs")
+    assert supervised.show().loader == "running"
+
+
+@contextlib.contextmanager
+def kept_from_ending(pid: int) -> Iterator[None]:
+    """Has the process stay where it is whatever it is sent: it is for its tracer to see its end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(PTRACE_SEIZE, pid, None, None):
+        pytest.skip(f"processes can not be traced here: {os.strerror(ctypes.get_errno())}")
+    yield
+    os.waitpid(pid, WALL)
 
 
 def test_a_rank_that_is_being_stopped_takes_no_other_command(supervised: Supervised) -> None:

@@ -27,8 +27,8 @@ class LoaderSlot:
         self._asked_to_end = False
         self._terminate_at = math.inf
         self._kill_at = math.inf
-        self.result = ""
-        """How the last loader ended; empty for well, or when it was asked to end."""
+        self._stuck_at = math.inf
+        self._result = ""
 
     @property
     def is_running(self) -> bool:
@@ -39,8 +39,20 @@ class LoaderSlot:
         return self._process.pid if self._process else 0
 
     @property
+    def is_stuck(self) -> bool:
+        """True when it was killed and has not ended: nothing here can end it."""
+        return time.monotonic() >= self._stuck_at
+
+    @property
+    def result(self) -> str:
+        """How the last loader ended; empty for well, or when it was asked to end."""
+        if self.is_stuck:
+            return f"pid {self.pid} was killed and does not end: it waits in the kernel"
+        return self._result
+
+    @property
     def state(self) -> LoaderState:
-        if self._process:
+        if self._process and not self.is_stuck:
             return "running"
         return "failed" if self.result else "inactive"
 
@@ -66,11 +78,11 @@ class LoaderSlot:
             self._terminate()
             return
         self._again = False
-        self.result = ""
+        self._result = ""
         try:
             self._process = spawn(self._plan())
         except OSError as error:
-            self.result = f"can not be started: {error}"
+            self._result = f"can not be started: {error}"
             log.error("loader of rank %s %s", self._name, self.result)
             return
         self._asked_to_end = False
@@ -92,12 +104,14 @@ class LoaderSlot:
         """Moves everything that is due: for so long nobody looked."""
         self._terminate_at += seconds
         self._kill_at += seconds
+        self._stuck_at += seconds
 
     def tick(self, now: float) -> None:
         if not self._process:
             return
         if now >= self._kill_at:
             self._kill_at = math.inf
+            self._stuck_at = now + self._timing.stuck_s
             log.warning("loader of rank %s (pid %d) does not end, killed", self._name, self.pid)
             self._process.send(signal.SIGKILL)
         elif now >= self._terminate_at:
@@ -119,9 +133,9 @@ class LoaderSlot:
         self._loop.unwatch(self._process.pidfd)
         self._process.close()
         self._process = None
-        self._terminate_at = self._kill_at = math.inf
+        self._terminate_at = self._kill_at = self._stuck_at = math.inf
         if not (ending.is_clean or self._asked_to_end):
-            self.result = str(ending)
+            self._result = str(ending)
             log.warning("loader of rank %s ended: %s", self._name, ending)
         if self._again:
             self.run_anew()

@@ -318,8 +318,10 @@ class Parent:
             for _, unit in sorted(self._units.items()):
                 unit.stop()
 
-    def _when_gone(self, units: list[Unit]) -> Ok | None:
-        return Ok() if all(unit.is_gone for unit in units) else None
+    def _when_gone(self, units: list[Unit]) -> Ok | Refused | None:
+        if not all(unit.is_gone for unit in units):
+            return None
+        return next((refusal(_left(unit)) for unit in units if unit.left_behind), Ok())
 
     def _wait(self, peer: Peer, answer: Callable[[], Ok | Refused | None]) -> None:
         self._waiting.append(Waiting(peer, answer))
@@ -343,6 +345,14 @@ def _not_restarted(unit: Unit) -> WcacheError:
             hint="a restart would lose the weights; wcache down and wcache up load them anew",
         )
     return TryAgainError(f"rank {unit.id} was stopped meanwhile")
+
+
+def _left(unit: Unit) -> WcacheError:
+    return WcacheError(
+        f"rank {unit.id} is down but for {unit.left_behind}",
+        hint="its memory is free when what it waits for answers or is unmounted, the model's disk"
+        " as a rule: dmesg says more",
+    )
 
 
 def refusal(error: WcacheError) -> Refused:

@@ -23,6 +23,8 @@ class Timing:
     """A daemon that was ready for so long begins with the first back-off again."""
     takeover_timeout_s: float = 10.0
     """For a daemon that is found running to hand its descriptors over again."""
+    stuck_s: float = 5.0
+    """From SIGKILL; a process that is there still waits in the kernel, for its disk as a rule."""
     loader_grace_s: float = 2.0
     """For a loader to end by itself after its daemon has ended for good."""
     look_s: float = 1.0

@@ -74,8 +74,13 @@ class Unit:
 
     @property
     def is_gone(self) -> bool:
-        """True when it is not up and its loader has ended too."""
-        return not self.is_up and not self._loader.is_running
+        """True when it is not up and its loader has ended too, or can not be ended."""
+        return not self.is_up and (not self._loader.is_running or self._loader.is_stuck)
+
+    @property
+    def left_behind(self) -> str:
+        """What is there still of a rank that is gone; empty when nothing is."""
+        return f"its loader, {self._loader.result}" if self._loader.is_stuck else ""
 
     @property
     def pids(self) -> set[int]:
