@@ -76,6 +76,14 @@ class RankView:
         return self.report is not None or bool(self.silence) or at_work
 
     @property
+    def comes_back(self) -> bool:
+        """True while a daemon that holds something is not there to be asked: it was killed, or its
+        socket was removed, and its supervisor has it back in a moment."""
+        stored = self.unit.stored_fds if self.unit is not None and self.is_up else 0
+        # The configuration alone is stored of a rank without weights.
+        return self.report is None and not self.silence and stored > 1
+
+    @property
     def lost_supervisor(self) -> bool:
         """True when the daemon has outlived who kept it: nobody has it started again."""
         inactive = self.unit is not None and self.unit.state == "inactive"

@@ -165,6 +165,24 @@ def test_another_model_is_refused_while_an_engine_uses_the_old_one(node: Node) -
     assert node("verify").code == 0
 
 
+def test_other_weights_are_not_ordered_while_a_daemon_can_not_be_asked(node: Node) -> None:
+    """It may have engines, and the configuration would be that of weights that none of them has."""
+    assert node.up().code == 0
+    config, daemon = node.paths.config_file.read_bytes(), node.report().pid
+    other = write_checkpoint(node.root / "other", llama_tensors(seed=1))
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        node.paths.rank(0).socket.unlink()  # as it is between a crash and the next daemon
+        refused = node("up", "--model", str(other), *SMALL)
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    assert refused.code == 75
+    assert "rank 0 can not be asked what is held: the daemon does not listen" in refused.stderr
+    assert node.paths.config_file.read_bytes() == config
+    wait_for(lambda: ask(node.paths.rank(0)) is not None, "the daemon listens again")
+    assert node("up", "--model", str(other), *SMALL).code == 0
+
+
 def test_down_is_refused_while_an_engine_uses_the_weights(node: Node) -> None:
     assert node.up().code == 0
     with node.lease():

@@ -1,12 +1,13 @@
 """One ``wcache up``: everything is checked first, and then done."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.config import Config, load_config
-from wcache.errors import WcacheError
+from wcache.errors import TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
 from wcache.holdings import Others
@@ -32,6 +33,9 @@ from wcache.supervise.interface import Supervisor
 from wcache.units import size
 
 GOES_ON = "wcache up again goes on with it, wcache rollback --drop gives it up"
+COMES_BACK_S = 5.0
+"""As long as an engine waits for a daemon that has just ended."""
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +151,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
     wanted = _wanted(args, paths, old, out)
     config = wanted.config
     local = config.ranks.local_ranks()
-    views = view(paths, sorted({*local, *known_ranks(paths)}), supervisor)
+    views = _asked(paths, {*local, *known_ranks(paths)}, supervisor, is_patient=config != old)
     rollout = Rollout()
     if all(views[rank].serves(config) for rank in local):
         rollout = decide(views, config)
@@ -173,6 +177,29 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         paths=paths, supervisor=supervisor, out=out, config=config, old=old, rollout=rollout,
         before=views,
     )  # fmt: skip
+
+
+def _asked(
+    paths: InstancePaths, ranks: Iterable[int], supervisor: Supervisor, *, is_patient: bool
+) -> dict[int, RankView]:
+    """All that is known of ``ranks``; ``is_patient`` waits for those whose daemon comes back.
+
+    Raises :class:`TryAgainError` when one does not: what it holds, and who uses that, must be known
+    before it is to hold something else.
+    """
+    deadline = time.monotonic() + COMES_BACK_S
+    while True:
+        views = view(paths, sorted(ranks), supervisor)
+        gone = [rank for rank, one in views.items() if one.comes_back]
+        if not gone or not is_patient:
+            return views
+        if time.monotonic() > deadline:
+            raise TryAgainError(
+                f"{rank_words(gone)} can not be asked what is held: the daemon does not listen",
+                hint=f"wcache logs {gone[0]} says why; its weights are kept, wcache down --force"
+                " frees them",
+            )
+        time.sleep(_PAUSE_S)
 
 
 def _coming_back(paths: InstancePaths, views: Mapping[int, RankView], config: Config) -> list[int]:
