@@ -44,6 +44,10 @@ from wcache.protocol import (
 from wcache.wire import close_all, peer_credentials, receive, send
 
 DEFAULT_TIMEOUT_S = 30.0
+COMES_BACK_S = 5.0
+"""How long a daemon that has just ended is given: one that crashes, is ended for hanging or is
+restarted is back with its weights in 0.1 to 1.5 s, and an engine that gave it up would read the
+disk for minutes."""
 COMMAND = "WCACHE_COMMAND"
 """The variable by which ``wcache run`` tells all processes of an engine its command line."""
 R = TypeVar("R", bound=Message)

@@ -7,7 +7,13 @@ from wcache.client.attachment import Attachment
 from wcache.client.collector import collector_paused
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import FIRST_PAUSE_S, LONGEST_PAUSE_S, Lease
-from wcache.control import DEFAULT_TIMEOUT_S, Control, EndedDaemonError, SilentDaemonError
+from wcache.control import (
+    COMES_BACK_S,
+    DEFAULT_TIMEOUT_S,
+    Control,
+    EndedDaemonError,
+    SilentDaemonError,
+)
 from wcache.difference import Difference
 from wcache.errors import (
     ManifestError,
@@ -28,10 +34,6 @@ from wcache.paths import RankId, RankPaths, rank_meant
 from wcache.protocol import Attach, Attached, Refused
 from wcache.wire import close_all
 
-COMES_BACK_S = 5.0
-"""How long a daemon that has just ended is given: one that crashes, is ended for hanging or is
-restarted is back with its weights in 0.1 to 1.5 s, and an engine that gave it up would read the
-disk for minutes."""
 _DIFFERENCES_TOLD = 5
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+import wcache
 from wcache.checkpoint import Checkpoint
 from wcache.checkpoint.document import read_document
 from wcache.checkpoint.folder import CONFIG
@@ -19,7 +20,8 @@ from wcache.load.parallel import ParallelPlan, read_parallel_plan
 from wcache.load.release import released
 
 SCHEME = 1
-"""Changes when :class:`ParallelPlan` or :class:`Fp8Layers` do, or mean something else."""
+"""Changes when :class:`ParallelPlan` or :class:`Fp8Layers` do, or mean something else, between two
+versions of wcache."""
 
 _ELSEWHERE = "configuration_files"
 """The key of config.json by which transformers reads another file of the folder in its place."""
@@ -44,10 +46,10 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Architectures:
     """A folder with one JSON file for each answer; without a folder every question is asked anew.
 
-    An answer counts for the same ``config.json``, byte for byte, and the same released version of
-    transformers, and is not kept where transformers reads more than that file. Importing a model
-    class took 6 s on a node with scikit-learn, SciPy and pandas installed, and ``wcache up`` and
-    every rank's loader ask the same.
+    An answer counts for the same ``config.json``, byte for byte, and the same releases of
+    transformers and wcache, and is not kept where transformers reads more than that file. Importing
+    a model class took 6 s on a node with scikit-learn, SciPy and pandas installed, and ``wcache
+    up`` and every rank's loader ask the same.
     """
 
     folder: Path | None = None
@@ -92,7 +94,8 @@ class Architectures:
         version = released()
         if version is None:
             return ask()
-        about = f"{SCHEME} of transformers {version}: {question}"
+        ours = f"{wcache.__version__}, {SCHEME}"
+        about = f"wcache {ours}, transformers {version}: {question}"
         name = hashlib.sha256(about.encode()).hexdigest()[:32]
         if (known := _decoded(folder.read(name), about, kind)) is not None:
             return known

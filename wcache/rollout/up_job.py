@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.config import Config, load_config
+from wcache.control import COMES_BACK_S
 from wcache.errors import TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
@@ -33,8 +34,6 @@ from wcache.supervise.interface import Supervisor
 from wcache.units import size
 
 GOES_ON = "wcache up again goes on with it, wcache rollback --drop gives it up"
-COMES_BACK_S = 5.0
-"""As long as an engine waits for a daemon that has just ended."""
 _PAUSE_S = 0.1
 
 

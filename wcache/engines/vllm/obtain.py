@@ -5,8 +5,7 @@ import time
 from typing import Any
 
 from wcache.client import Attachment, attach
-from wcache.client.connect import COMES_BACK_S
-from wcache.control import EndedDaemonError, RefusedError
+from wcache.control import COMES_BACK_S, EndedDaemonError, RefusedError
 from wcache.engines.vllm.fill import Claim, claim
 from wcache.engines.vllm.wanted import Wanted
 from wcache.errors import MismatchError, NotReadyError, TryAgainError
