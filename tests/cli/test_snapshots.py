@@ -104,6 +104,8 @@ CASES: list[tuple[str, Setup, str]] = [
     ("usage_two_instances", nothing, "status a:0 b:0"),
     ("usage_default_and_another", nothing, "status 0 b:0"),
     ("usage_run_nothing", nothing, "run"),
+    ("usage_run_unadapted", nothing, "run --on-mismatch fail -- sglang serve --model-path x"),
+    ("run_unadapted", nothing, "run -- sglang serve --model-path x"),
     ("usage_run_no_script", nothing, "run -- python nowhere.py"),
     ("usage_run_daemon", nothing, "run --instance a --mode daemon -- torchrun train.py"),
     # No configuration.

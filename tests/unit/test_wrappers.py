@@ -2,7 +2,7 @@
 
 import pytest
 
-from wcache.engines.wrappers import find_engine
+from wcache.engines.wrappers import find_engine, unadapted
 
 pytestmark = pytest.mark.unit
 
@@ -35,3 +35,18 @@ def test_an_engine_is_found_behind_what_wraps_it(wrapper: str, server: str) -> N
 )
 def test_what_starts_no_server_or_keeps_our_words_from_it_is_left_alone(line: str) -> None:
     assert find_engine(line.split()) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("sglang serve --model-path m", "SGLang"),
+        ("env A=b python3 -m sglang.launch_server --model-path m", "SGLang"),
+        ("python -m vllm serve sglang", ""),
+        ("python sglang.py", ""),
+        ("echo sglang serve", ""),
+        ("", ""),
+    ],
+)
+def test_an_engine_without_an_adapter_is_known_by_name(line: str, name: str) -> None:
+    assert unadapted(line.split()) == name

@@ -90,7 +90,7 @@ def _run(
 ) -> int:
     from wcache.engines.interface import Launch
     from wcache.engines.orders import Orders
-    from wcache.engines.wrappers import find_engine
+    from wcache.engines.wrappers import find_engine, unadapted
     from wcache.notify import Notifier
     from wcache.protocol import MAX_TEXT
     from wcache.run.session import Listeners, Plan, extend_start
@@ -102,6 +102,8 @@ def _run(
     # What a wrapper of the engine is told is none of ours.
     wrapper, bare = tuple(command[:begin]), command[begin:]
     strict = mode is Mode.DAEMON or on_mismatch is OnMismatch.FAIL
+    if mode is not Mode.OFF and (name := unadapted(command)):
+        _check_may_read_disk(name, out, strict=strict)
     shown = without_secrets(command)
     orders = Orders(
         instance=paths.instance,
@@ -140,6 +142,16 @@ def _run(
     )
     scribe = Scribe(paths.runs_folder, out, shows_table=timeline or not out.quiet)
     return run_engine(plan, notifier, Listeners(ready=scribe.ready, ended=scribe.ended))
+
+
+def _check_may_read_disk(name: str, out: Output, *, strict: bool) -> None:
+    """Raises :class:`UsageError` where an engine that can only read the disk may not."""
+    if strict:
+        raise UsageError(
+            f"wcache has no adapter for {name}, which would read its weights from the disk",
+            hint="--mode client without --on-mismatch fail runs it so",
+        )
+    out.warn(f"wcache has no adapter for {name}: it reads its weights from the disk, as ever")
 
 
 def _gpus_shown(paths: InstancePaths, wish: "Wish", out: Output, *, strict: bool) -> dict[str, str]:
