@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -12,6 +13,13 @@ from tests.daemons import start, store
 from tests.places import Places
 
 __all__ = ["places", "start", "store"]
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is heard by the tests' processes, also where a shell has begun this one behind it:
+    such a one ignores it, and so would all that it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

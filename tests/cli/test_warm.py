@@ -458,7 +458,7 @@ def test_what_does_not_fit_is_refused_with_numbers(node: Node) -> None:
         assert done.code == 1
         assert "to load beside what is served: rank 0 needs 4096.0 GiB, " in done.stderr
         assert "2.0 MiB is held by the old weights" in done.stderr
-        assert "wcache warm --replace" in done.stderr
+        assert "with --replace, which frees the old weights first, it would not fit" in done.stderr
     cache = node("warm", "--model", str(model), "--page-cache")
     assert cache.code == 1
     assert "the page cache can not hold 4096.0 GiB" in cache.stderr
