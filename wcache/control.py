@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,13 +22,12 @@ from wcache.errors import (
     TryAgainError,
     WcacheError,
 )
-from wcache.paths import RankPaths, check_socket_path
+from wcache.paths import RankId, RankPaths, check_socket_path
 from wcache.permissions import who_may
 from wcache.protocol import (
     MAX_FDS_PER_FRAME,
     MAX_FDS_PER_TRANSFER,
     MAX_TEXT,
-    REPLIES,
     Descriptors,
     FrameReader,
     Hello,
@@ -38,9 +37,9 @@ from wcache.protocol import (
     Request,
     Role,
     Welcome,
-    decode_body,
     encode_frame,
 )
+from wcache.replies import decode_reply, is_unknown
 from wcache.wire import close_all, peer_credentials, receive, send
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -194,7 +193,19 @@ class Control:
     def request(self, message: Request, kind: type[R], fds: Sequence[int] = ()) -> R:
         """Sends ``message`` and returns its answer; raises what a refusal stands for."""
         self.channel.send(message, fds)
-        return receive_reply(self.channel, kind)
+        try:
+            return receive_reply(self.channel, kind)
+        except RefusedError as error:
+            if not is_unknown(error.refusal):
+                raise
+            rank = RankId(self.welcome.instance, self.welcome.rank)
+            unknown = RefusedError(
+                f"the daemon of rank {rank} is of another wcache, and does not know what it was"
+                f" asked for: {type(message).__name__.lower()}",
+                hint="wcache restart has it run the installed one, and keeps the weights",
+            )
+            unknown.refusal = error.refusal
+            raise unknown from None
 
     def tell(self, message: Request) -> None:
         """Sends a message that is not answered."""
@@ -223,11 +234,11 @@ class Control:
 
 
 def receive_reply(
-    channel: Channel, kind: type[R], decoder: "msgspec.json.Decoder[Any]" = REPLIES
+    channel: Channel, kind: type[R], decode: Callable[[bytes], Any] = decode_reply
 ) -> R:
     """The next reply, which must be of ``kind``; a refusal is raised, descriptors are gathered."""
     while True:
-        reply = decode_body(channel.receive_body(), decoder)
+        reply = decode(channel.receive_body())
         if isinstance(reply, Refused):
             raise refusal_error(reply)
         if isinstance(reply, Descriptors):

@@ -32,6 +32,8 @@ MAX_FDS_PER_FRAME = 240
 # 4,095 slabs of 1 GiB and the manifest.
 MAX_FDS_PER_TRANSFER = 4096
 MAX_TEXT = 4096
+NOT_A_MESSAGE = "not a message: "
+"""How the refusal of what can not be decoded begins, in every version."""
 
 LoadSource = Literal["checkpoint", "engine"]
 Role = Literal["client", "loader", "operator"]
@@ -383,7 +385,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[M]) -> M:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message: {str(error)[:200]}") from None
+        raise ProtocolError(f"{NOT_A_MESSAGE}{str(error)[:200]}") from None
 
 
 class FrameReader:

@@ -22,6 +22,7 @@ from wcache.paths import InstancePaths
 from wcache.protocol import StoreAgain, Stored
 from wcache.ranks import RankView, chosen, not_up, rank_words, read_config, select, view
 from wcache.rollout.lock import hold
+from wcache.rollout.renewal import renew
 from wcache.rollout.restart_plan import Change, change_of
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size
@@ -49,6 +50,8 @@ def restart(
     Refused when the supervisor does not keep all of a rank's descriptors, since its weights would
     be lost then. Where the configuration was changed under a running rank, a restart loads what it
     wants now beside the old weights: what differs is said, and asked first.
+
+    After an upgrade of wcache its own supervisor is replaced as well, under the daemons.
     """
     from wcache.supervise import supervisor_for
 
@@ -69,6 +72,8 @@ def restart(
         if change is not None and config is not None:
             _check_is_whole(paths, config, up, named)
             _consent(change, out, yes=yes)
+        if renew(paths, supervisor, out):
+            _check(view(paths, up, supervisor), named=bool(named), force=force)
         out.say(f"restarting {rank_words(up)}, {_kept(up)}")
         begun = time.monotonic()
         supervisor.restart(up)

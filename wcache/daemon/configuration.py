@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from wcache.config import MAX_CONFIG_BYTES, Config, load_config
+from wcache.config import MAX_CONFIG_BYTES, AccessSection, Config, load_config
 from wcache.errors import ConfigError, ProtocolError
 from wcache.fingerprint import Fingerprint, wanted_by
 from wcache.memory.memfd import create_sealed, read_sealed
@@ -14,6 +14,12 @@ from wcache.memory.memfd import create_sealed, read_sealed
 log = logging.getLogger(__name__)
 
 STORED_NAME = "config"
+
+
+class _StoredAccess(msgspec.Struct, frozen=True):
+    """Of a stored configuration what is needed also where another wcache has more keys."""
+
+    access: AccessSection = AccessSection()
 
 
 class Configuration:
@@ -30,8 +36,9 @@ class Configuration:
         self.current: Config | None = None
         self.problems: tuple[str, ...] = ()
         self.stored_fd: int | None = stored_fd
+        self._stored_access = AccessSection()
         if stored_fd is not None:
-            self.current = _read_stored(stored_fd)
+            self.current, self._stored_access = _read_stored(stored_fd)
         self.stored: Config | None = self.current
         """What the daemon before this one went by, whatever the file says since."""
         self.refresh()
@@ -51,6 +58,11 @@ class Configuration:
         changed = config != self.current
         self.current = config
         return changed
+
+    @property
+    def access(self) -> AccessSection:
+        """Who may attach, which engines rely on also where all else can not be read."""
+        return self.current.access if self.current else self._stored_access
 
     def wanted(self, rank: int) -> Fingerprint | None:
         """What weights of ``rank`` must be; None where nothing is known of it."""
@@ -80,9 +92,15 @@ class Configuration:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read_stored(fd: int) -> Config | None:
+def _read_stored(fd: int) -> tuple[Config | None, AccessSection]:
     try:
-        return msgspec.json.decode(read_sealed(fd, MAX_CONFIG_BYTES), type=Config)
+        data = read_sealed(fd, MAX_CONFIG_BYTES)
+        try:
+            config = msgspec.json.decode(data, type=Config)
+        except msgspec.ValidationError as error:  # perhaps of another wcache
+            log.warning("the stored configuration can not be read: %s", error)
+            return None, msgspec.json.decode(data, type=_StoredAccess).access
     except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
         log.warning("the stored configuration can not be read: %s", error)
-        return None
+        return None, AccessSection()
+    return config, config.access

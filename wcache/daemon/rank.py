@@ -117,7 +117,7 @@ class Rank:
 
     @property
     def access(self) -> AccessSection:
-        return self.config.access if self.config else AccessSection()
+        return self._configuration.access
 
     @property
     def awaits_engine(self) -> bool:

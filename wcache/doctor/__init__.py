@@ -29,7 +29,7 @@ from wcache.doctor.model import (
     check_configuration,
     check_transformers,
 )
-from wcache.doctor.ranks import check_descriptors, check_leftovers, check_ranks
+from wcache.doctor.ranks import check_descriptors, check_leftovers, check_ranks, check_supervisor
 from wcache.doctor.service import (
     check_boot,
     check_folders,
@@ -63,6 +63,7 @@ CHECKS: tuple[Check, ...] = (
     check_folders,
     check_configuration,
     check_ranks,
+    check_supervisor,
     check_descriptors,
     check_leftovers,
     check_checkpoint,

@@ -16,6 +16,7 @@ from wcache.install import Target
 from wcache.paths import InstancePaths
 from wcache.permissions import who_may
 from wcache.ranks import RankView, known_ranks, read_config, view
+from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 from wcache.supervise.interface import Supervisor
 from wcache.supervise.systemd.manager import SystemdSupervisor, manager_here, units_installed
@@ -72,6 +73,8 @@ class Evidence:
     """Configurations of the other instances, by name; empty for the default one."""
     supervisor: Literal["direct", "systemd"] = "direct"
     views: Mapping[int, RankView] = field(default_factory=dict)
+    keeper: int = 0
+    """The pid of wcache's own supervisor; 0 without one, and where it can not be told."""
     rivals: tuple[int, ...] = ()
     """Ranks that wcache's own supervisor keeps and whose units systemd starts all the same."""
     silence: str = ""
@@ -160,6 +163,7 @@ def gather(
         others=_others(instance),
         supervisor=supervisor.kind,
         views=views,
+        keeper=_keeper(supervisor),
         rivals=_rivals(instance.instance, views) if supervisor.kind == "direct" else (),
         silence=silence,
         silence_mend=silence_mend,
@@ -168,6 +172,13 @@ def gather(
         driver_fault=driver_fault,
         now=now,
     )
+
+
+def _keeper(supervisor: Supervisor) -> int:
+    try:
+        return supervisor.pid() if isinstance(supervisor, DirectSupervisor) else 0
+    except WcacheError:  # there is none, or what is wrong with it is told above
+        return 0
 
 
 def _recorded(instance: InstancePaths) -> tuple[int, ...]:

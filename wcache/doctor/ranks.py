@@ -18,6 +18,8 @@ from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
 from wcache.permissions import who_may
 from wcache.ranks import RankView, rank_words
+from wcache.rollout.renewal import outdated
+from wcache.supervise.direct.client import IN_FOREGROUND, is_in_background
 from wcache.supervise.systemd.manager import DAEMON
 from wcache.units import size
 
@@ -35,6 +37,23 @@ def check_ranks(evidence: Evidence) -> Iterator[Finding]:
     up = sum(one.report is not None for one in evidence.views.values())
     if not found and not evidence.silence:
         yield ok("ranks", f"{up} of {len(evidence.views)} run and answer")
+
+
+def check_supervisor(evidence: Evidence) -> Iterator[Finding]:
+    """A supervisor of wcache's own that an upgrade has left as it was."""
+    version = outdated(evidence.views.values()) if evidence.supervisor == "direct" else None
+    if version is None:
+        return
+    runs = f"runs wcache {version}" if version else "is of an earlier wcache"
+    detail = f"wcache's own (pid {evidence.keeper}) {runs}, installed is {wcache.__version__}"
+    if is_in_background(evidence.keeper):
+        yield warn("supervisor", detail, "wcache restart")
+    else:
+        yield warn(
+            "supervisor",
+            f"{detail}; {IN_FOREGROUND}",
+            "replace the container, or restart the unit: engines that go on give the weights back",
+        )
 
 
 def check_descriptors(evidence: Evidence) -> Iterator[Finding]:

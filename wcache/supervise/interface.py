@@ -35,6 +35,9 @@ class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
     """True when the next boot starts it; None where no boot starts anything."""
     max_fds: int | None = None
     """How many descriptors may be stored; None where no number is set, and without a daemon."""
+    supervisor_version: str = ""
+    """Of the wcache that a supervisor of wcache's own runs; empty for one that is too old to say,
+    for a rank that it has not started, and for systemd."""
 
 
 class Supervisor(Protocol):

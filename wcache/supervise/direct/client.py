@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from wcache.errors import NoPermissionError, NoSuchRankError, TryAgainError, Wca
 from wcache.paths import InstancePaths
 from wcache.protocol import Message
 from wcache.supervise.direct.messages import (
-    REPLIES,
     Load,
     Ok,
     Reports,
@@ -25,6 +25,7 @@ from wcache.supervise.direct.messages import (
     Shutdown,
     Start,
     Stop,
+    decode_reply,
 )
 from wcache.supervise.direct.name import is_stopped, keeper
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks
@@ -39,6 +40,7 @@ LAUNCH_TIMEOUT_S = 30.0
 REPLY_TIMEOUT_S = 90.0
 # A supervisor that is not stuck answers at once what takes no time.
 ANSWER_TIMEOUT_S = 4.0
+IN_FOREGROUND = "it runs in the foreground, and its end is that of its container or its unit"
 _ATTEMPTS = 3
 _PAUSE_S = 0.1
 _MAX_TAIL_BYTES = 4096
@@ -86,6 +88,40 @@ class DirectSupervisor:
         except NoSuchRankError:
             self.stop(load_ranks(self._paths.supervisor_folder / RECORD_NAME))
 
+    def pid(self) -> int:
+        """Of the supervisor, 0 where that can not be told; raises as every command does, and
+        :class:`NoSuchRankError` where there is none."""
+        channel, pid = self._connect()
+        channel.close()
+        return pid
+
+    def replace(self) -> str:
+        """Kills the supervisor and has a new one take its daemons over; why not, where it is not.
+
+        Until that has stored their descriptors the daemons alone hold the weights. Raises
+        :class:`WcacheError` when the new one does not start.
+        """
+        pid = self.pid()
+        if not is_in_background(pid):
+            return IN_FOREGROUND
+        os.close(self._open_log())  # the new one could not begin without
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            return f"pid {pid}: {(error.strerror or str(error)).lower()}"
+        try:
+            # Asked with the pidfd in hand: it is of this supervisor, and of no later process.
+            if self.pid() != pid:
+                return "another supervisor has just begun"
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(ANSWER_TIMEOUT_S * 1000)
+        finally:
+            os.close(pidfd)
+        self._launch()
+        return ""
+
     def enable(self, ranks: Iterable[int]) -> None:
         """Nothing: who starts ``wcache supervise`` at boot has the configured ranks started."""
 
@@ -118,11 +154,11 @@ class DirectSupervisor:
             if not isinstance(request, Show):
                 # What takes its time is waited for only if there is somebody at work on it.
                 channel.send(Show())
-                receive_reply(channel, Reports, REPLIES)
+                receive_reply(channel, Reports, decode_reply)
                 waited_s = REPLY_TIMEOUT_S
                 channel.settimeout(waited_s)
             channel.send(request)
-            return receive_reply(channel, kind, REPLIES)
+            return receive_reply(channel, kind, decode_reply)
         except ConnectionError as error:
             raise NoSuchRankError(f"the supervisor has ended: {error}") from None
         except TimeoutError:
@@ -178,20 +214,9 @@ class DirectSupervisor:
 
         Raises :class:`WcacheError` with the reason when it does not get there.
         """
-        from wcache.supervise.spawn import clean_environment, open_log
+        from wcache.supervise.spawn import clean_environment
 
-        log_file = self._paths.supervisor_log
-        try:
-            log = open_log(log_file)
-        except PermissionError:
-            raise NoPermissionError(
-                f"no permission to write {log_file}", hint="use sudo, or set WCACHE_STATE_DIR"
-            ) from None
-        except OSError as error:
-            raise WcacheError(
-                f"{log_file} can not be written: {(error.strerror or str(error)).lower()}",
-                hint="make room there, or set WCACHE_STATE_DIR to another folder",
-            ) from None
+        log_file, log = self._paths.supervisor_log, self._open_log()
         start = os.fstat(log).st_size
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
@@ -216,6 +241,22 @@ class DirectSupervisor:
             reason = _last_line(log_file, start) or "it said nothing"
             raise WcacheError(f"supervisor did not start: {reason}", hint=f"see {log_file}")
 
+    def _open_log(self) -> int:
+        from wcache.supervise.spawn import open_log
+
+        log_file = self._paths.supervisor_log
+        try:
+            return open_log(log_file)
+        except PermissionError:
+            raise NoPermissionError(
+                f"no permission to write {log_file}", hint="use sudo, or set WCACHE_STATE_DIR"
+            ) from None
+        except OSError as error:
+            raise WcacheError(
+                f"{log_file} can not be written: {(error.strerror or str(error)).lower()}",
+                hint="make room there, or set WCACHE_STATE_DIR to another folder",
+            ) from None
+
     def _is_up(self) -> bool:
         """True when another command has launched one at the same time."""
         try:
@@ -223,6 +264,16 @@ class DirectSupervisor:
         except NoSuchRankError:
             return False
         return True
+
+
+def is_in_background(pid: int) -> bool:
+    """True for a supervisor that a command has launched; False where that can not be told."""
+    if pid <= 1:
+        return False
+    try:
+        return b"--detach" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _is_ready(reader: int) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from wcache.protocol import Message, Refused
+from wcache.protocol import Message, Refused, decode_body
 from wcache.supervise.interface import UnitReport
 
 MAX_RANKS = 4096
@@ -58,3 +58,8 @@ Reply = Reports | Ok | Refused
 
 REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Decodes one frame's content; raises :class:`ProtocolError`."""
+    return decode_body(body, REPLIES)

@@ -16,7 +16,6 @@ from wcache.control import own_command
 from wcache.errors import NoPermissionError, ProtocolError, TryAgainError, WcacheError
 from wcache.paths import RankId, check_socket_path
 from wcache.protocol import (
-    REPLIES,
     AskReport,
     FrameReader,
     Hello,
@@ -26,9 +25,9 @@ from wcache.protocol import (
     StoreAgain,
     Stored,
     Welcome,
-    decode_body,
     encode_frame,
 )
+from wcache.replies import decode_reply
 from wcache.state import loads
 from wcache.supervise.direct.loop import Loop
 from wcache.supervise.spawn import Process
@@ -175,7 +174,7 @@ class Takeover:
                 self._give_up("it closed the connection")
                 return
             for body in self._reader.feed(data):
-                self._take(decode_body(body, REPLIES))
+                self._take(decode_reply(body))
                 if self._connection.fileno() < 0:
                     return
         except BlockingIOError:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import wcache
 from wcache.errors import TryAgainError, WcacheError
 from wcache.paths import RankPaths
 from wcache.supervise.direct.inbox import Inbox
@@ -112,6 +113,7 @@ class Unit:
             loader=self._loader.state,
             loader_pid=self._loader.pid,
             loader_result=self._loader.result,
+            supervisor_version=wcache.__version__,
         )
 
     def start(self) -> None:
