@@ -13,7 +13,8 @@ from tests.daemons import Start, attach, connects, published, report
 from tests.places import Places, publish_config
 from tests.processes import PATIENCE_S, Store, daemon_log, end, start_daemon, wait_for
 from tests.publishing import FINGERPRINT, content, head, manifest, offered, publish
-from wcache.config import Config, LayoutSection
+from wcache import manifest as manifests
+from wcache.config import Config, LayoutSection, ModelSection
 from wcache.control import Control, receive_reply
 from wcache.daemon.refusals import BURST
 from wcache.errors import MismatchError, NoSuchRankError, NotReadyError, TryAgainError, WcacheError
@@ -511,6 +512,75 @@ def test_generation_of_another_version_is_kept_and_told(
     published(places, store, [content(b"b")])
     assert [held.number for held in report(places).generations] == [2]
     assert {"g1.slab.0", "g1.manifest", "g2.slab.0"} <= store.fds.keys()
+
+
+def of_another_version(store: Store) -> str:
+    """Has what is stored as generation 1 be of a wcache to come; its manifest's digest."""
+    described = msgspec.json.decode(os.pread(store.fds["g1.manifest"], 1 << 20, 0))
+    described["version"] = 99
+    data = msgspec.json.encode(described)
+    os.close(store.fds["g1.manifest"])
+    store.fds["g1.manifest"] = create_sealed("manifest", data)
+    return manifests.digest(data)
+
+
+def test_a_lease_on_a_generation_of_another_version_is_not_lost_for_good(
+    places: Places, store: Store, start: Start
+) -> None:
+    """A daemon of that version may come back, and take it up again."""
+    places.write_config(publish_config())
+    first = start()
+    published(places, store, [content(b"a")])
+    end(first)
+    digest = of_another_version(store)
+    start()
+    for held in ([], [2]):
+        with Control.connect(places.rank(), "client") as control:
+            with pytest.raises(NotReadyError, match="generation 1 is kept and can not be read"):
+                control.request(Renew(manifest_digest=digest, can_offer=True), Leased)
+        assert [one.number for one in report(places).generations] == held
+        if not held:
+            published(places, store, [content(b"b")])
+
+
+def test_a_generation_of_another_version_is_not_freed_for_a_broken_configuration(
+    places: Places, store: Store, start: Start
+) -> None:
+    """A downgrade may meet both: a daemon that ended would end the store with it."""
+    file = places.write_config(publish_config())
+    first = start()
+    published(places, store, [content(b"a")])
+    end(first)
+    of_another_version(store)
+    os.close(store.fds.pop("config"))
+    file.write_text(file.read_text() + "\n[weather]\nsun = true\n")
+    start()
+    seen = report(places)
+    assert seen.state is RankState.EMPTY
+    assert any("weather: unknown key" in problem for problem in seen.problems)
+    assert any("generation 1 is kept and can not be" in problem for problem in seen.problems)
+    assert {"g1.slab.0", "g1.manifest"} <= store.fds.keys()
+
+
+def test_a_generation_of_another_version_is_not_freed_for_a_load_that_fails(
+    places: Places, store: Store, start: Start
+) -> None:
+    """There may be no room for a second copy beside what is kept."""
+    places.write_config(publish_config())
+    first = start()
+    published(places, store, [content(b"a")])
+    end(first)
+    of_another_version(store)
+    model = ModelSection(path="/models/other")
+    places.write_config(msgspec.structs.replace(publish_config(), model=model))
+    daemon = start()
+    with Control.connect(places.rank(), "loader") as control:
+        control.request(AskLoad(), LoadOrder)
+        control.tell(LoadFailed(message="no room"))
+    wait_for(lambda: "the last load failed: no room" in report(places).problems, "it is told")
+    assert report(places).state is RankState.EMPTY
+    assert daemon.poll() is None
+    assert {"g1.slab.0", "g1.manifest"} <= store.fds.keys()
 
 
 def test_a_connection_is_one_lease(places: Places, store: Store, start: Start) -> None:

@@ -261,8 +261,10 @@ def _outcome(rank: int, old: RankView, now: RankView, seconds: float) -> str:
     if serving is None:
         if was is None:
             return f"up after {duration(seconds)}, it held no weights"
+        problems = now.report.problems if now.report else ()
+        again = "the loader reads them from disk again"
         raise WcacheError(
-            f"rank {rank} came back without its weights, the loader reads them from disk again",
+            f"rank {rank} came back without its weights: {problems[0] if problems else again}",
             hint="wcache status shows how far it is, wcache logs --supervisor says why",
         )
     same = was is not None and was.manifest_digest == serving.manifest_digest

@@ -43,6 +43,11 @@ def gone(rank: RankId) -> Refused:
     )
 
 
+def unread(rank: RankId, problem: str) -> Refused:
+    """Of a generation that is kept for another wcache: a later daemon may lease it again."""
+    return Refused(reason="not_ready", message=f"rank {rank}: {problem}")
+
+
 def may_not_give_back(rank: RankId, lease: LeaseReport) -> Refused:
     return Refused(
         reason="gone",

@@ -77,6 +77,13 @@ class Configuration:
         count = self.current.ranks.world_size
         return f"the configuration has {count} ranks, and none with number {rank}"
 
+    def check(self, rank: int) -> None:
+        """Raises :class:`ConfigError` where there is nothing to go by, or no such rank."""
+        if self.current is None:
+            raise ConfigError(self.problems[0], problems=self.problems)
+        if missing := self.missing(rank):
+            raise ConfigError(missing)
+
     def make_stored(self) -> int:
         """A new descriptor of the current configuration, to be stored in place of the old one."""
         if self.stored_fd is not None:

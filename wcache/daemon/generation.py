@@ -131,12 +131,12 @@ def check_is_wanted(held: Generation, wanted: Fingerprint | None) -> None:
 
 def adopt(
     handed_over: dict[str, int],
-) -> tuple[list[Generation], list[str], dict[int, str]]:
+) -> tuple[list[Generation], list[str], dict[str, str]]:
     """Sorts what the supervisor kept into whole generations, by rising number.
 
     Also returns the names of what belongs to none, closed already, for removal from the store; and
-    why a generation can not be read, by its number. That one may be whole, and of another version
-    of wcache: it stays in the store, with its memory, until somebody decides.
+    why a generation can not be read, by the digest of its manifest. That one may be whole, and of
+    another version of wcache: it stays in the store, with its memory, until somebody decides.
     """
     slab_fds: dict[int, dict[int, int]] = {}
     manifest_fds: dict[int, int] = {}
@@ -146,25 +146,26 @@ def adopt(
         elif (number := parse_manifest_name(name)) is not None:
             manifest_fds[number] = fd
     whole: list[Generation] = []
-    unreadable: dict[int, str] = {}
+    unread: dict[str, str] = {}
+    kept: set[str] = set()
     for number, manifest_fd in sorted(manifest_fds.items()):
+        slabs = slab_fds.get(number, {})
         try:
-            whole.append(_adopt_one(number, manifest_fd, slab_fds.get(number, {})))
+            whole.append(_adopt_one(number, manifest_fd, slabs))
         except ProtocolError as error:
             log.error("generation %d can not be adopted: %s", number, error.message)
         except ManifestError as error:
-            unreadable[number] = (
+            digest = manifests.digest(read_sealed(manifest_fd, MAX_MANIFEST_BYTES))
+            unread[digest] = (
                 f"generation {number} is kept and can not be read: {error.message};"
                 " wcache down frees it, the wcache that loaded it can serve it"
             )
-            log.error("%s", unreadable[number])
-    kept = {name for generation in whole for name, _ in generation.named_fds()}
-    for number in unreadable:
-        kept.add(manifest_name(number))
-        kept.update(slab_name(number, index) for index in slab_fds.get(number, {}))
+            log.error("%s", unread[digest])
+            kept |= {manifest_name(number), *(slab_name(number, index) for index in slabs)}
+    kept.update(name for generation in whole for name, _ in generation.named_fds())
     dropped = [name for name in handed_over if name not in kept]
     close_all([handed_over[name] for name in dropped])
-    return whole, dropped, unreadable
+    return whole, dropped, unread
 
 
 def _adopt_one(number: int, manifest_fd: int, by_index: dict[int, int]) -> Generation:

@@ -36,7 +36,8 @@ class Holdings:
         self._configuration = configuration
         self._safekeeping = Safekeeping(notifier)
         self._generations: dict[int, Generation] = {}
-        self._unreadable: dict[int, str] = {}
+        self.unread: dict[str, str] = {}
+        """Why a generation is kept and not held, by its manifest's digest."""
         self._last_number = 0
         """The highest that the store has had a descriptor of, as far as that is known."""
         self._roles = Roles()
@@ -121,7 +122,7 @@ class Holdings:
 
     def problems(self) -> tuple[str, ...]:
         """What is wrong with what is held; ``""`` among them stands for nothing."""
-        return (*self._unreadable.values(), self._safekeeping.problem)
+        return (*self.unread.values(), self._safekeeping.problem)
 
     def expected_fds(self) -> int:
         """Descriptors that the supervisor's store should have."""
@@ -138,7 +139,7 @@ class Holdings:
         numbers = (generation_of(name) for name in handed_over)
         self._last_number = max((number for number in numbers if number is not None), default=0)
         records = take_records(handed_over)
-        whole, dropped, self._unreadable = adopt(handed_over)
+        whole, dropped, self.unread = adopt(handed_over)
         for name in dropped:
             log.warning("descriptor %s belongs to no whole generation and is dropped", name)
         self._safekeeping.discard(dropped)

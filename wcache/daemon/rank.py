@@ -19,7 +19,7 @@ from wcache.daemon.holdings import Holdings
 from wcache.daemon.load import Load
 from wcache.daemon.reclaim import Reclaim, Standing
 from wcache.difference import Difference
-from wcache.errors import ConfigError, ManifestError, ProtocolError
+from wcache.errors import ManifestError, ProtocolError
 from wcache.fingerprint import Fingerprint, compare
 from wcache.notify import Notifier
 from wcache.paths import RankPaths
@@ -80,10 +80,11 @@ class Rank:
     def adopt(self, handed_over: dict[str, int]) -> None:
         """Takes over what the supervisor kept; anything that is no whole generation is freed."""
         held = self._holdings.adopt(handed_over)
+        # What only another wcache can read is freed by an end of this daemon, like what is served.
+        self._has_served = held is not None or bool(self._holdings.unread)
         if held is None:
             return
         self.state = advance(self.state, RankEvent.ADOPTED)
-        self._has_served = True
         log.info("adopted generation %s, nothing read from disk", held.in_words())
 
     def begin(self) -> None:
@@ -92,11 +93,8 @@ class Rank:
         Raises :class:`ConfigError` when there are neither weights nor a usable configuration.
         """
         if not self._holdings:
-            if self.config is None:
-                problems = self._configuration.problems
-                raise ConfigError(problems[0], problems=problems)
-            if missing := self._configuration.missing(self._paths.id.rank):
-                raise ConfigError(missing)
+            if not self._has_served:
+                self._configuration.check(self._paths.id.rank)
             self.reclaim.begin(self._wanted())
         for problem in self._configuration.problems:
             log.error("%s", problem)
@@ -106,7 +104,7 @@ class Rank:
             self.announce()
         else:
             self.announcement.withdraw()
-            if self.awaits_engine:
+            if self.awaits_engine or self._has_served:
                 self._notifier.say("READY=1")
 
     # --- what others ask ------------------------------------------------------------------
@@ -158,6 +156,8 @@ class Rank:
         if held is not None:
             self._lease(peer, lease, held)
             return Leased(generation=held.number)
+        if unread := self._holdings.unread.get(message.manifest_digest):
+            return answers.unread(self._paths.id, unread)
         if self._holdings:
             return answers.gone(self._paths.id)
         return self.reclaim.renew(self._standing(), lease, message, trusted=trusted)
