@@ -583,6 +583,29 @@ def test_a_generation_of_another_version_is_not_freed_for_a_load_that_fails(
     assert {"g1.slab.0", "g1.manifest"} <= store.fds.keys()
 
 
+def test_a_supervisor_that_takes_over_is_given_generations_of_another_version(
+    places: Places, store: Store, start: Start
+) -> None:
+    places.write_config(publish_config())
+    first = start()
+    published(places, store, [content(b"a"), content(b"b")])
+    end(first)
+    of_another_version(store)
+    model = ModelSection(path="/models/other")
+    places.write_config(msgspec.structs.replace(publish_config(), model=model))
+    start()
+    assert report(places).expected_fds == len(store.fds) == 4
+    close_all(list(store.fds.values()))
+    store.fds.clear()
+    with Control.connect(places.rank(), "operator") as control:
+        control.channel.send(StoreAgain())
+        store.serve(lambda: len(store.fds) == 4)
+        store.said.clear()
+        store.serve(lambda: "READY=1" in store.said)
+        assert receive_reply(control.channel, Stored).count == 4
+    assert head(store.fds["g1.slab.1"]) == content(b"b")
+
+
 def test_a_connection_is_one_lease(places: Places, store: Store, start: Start) -> None:
     places.write_config(publish_config())
     start()

@@ -1,5 +1,8 @@
 """The words in which a rank says no, or that there is nothing to do. Pure."""
 
+from collections.abc import Iterable
+
+from wcache.daemon.generation import Unread
 from wcache.daemon.load import Load
 from wcache.difference import Difference
 from wcache.hints import OTHER_PUBLISHED
@@ -43,9 +46,11 @@ def gone(rank: RankId) -> Refused:
     )
 
 
-def unread(rank: RankId, problem: str) -> Refused:
-    """Of a generation that is kept for another wcache: a later daemon may lease it again."""
-    return Refused(reason="not_ready", message=f"rank {rank}: {problem}")
+def unread(rank: RankId, kept: Iterable[Unread], manifest_digest: str) -> Refused | None:
+    """Of a generation that is kept for another wcache, whose daemon can lease it again."""
+    found = (one.problem for one in kept if one.manifest_digest == manifest_digest)
+    said = (Refused(reason="not_ready", message=f"rank {rank}: {problem}") for problem in found)
+    return next(said, None)
 
 
 def may_not_give_back(rank: RankId, lease: LeaseReport) -> Refused:

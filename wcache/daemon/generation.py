@@ -85,6 +85,24 @@ class Generation:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unread:
+    """A generation that is kept and can not be read, perhaps another version's of wcache."""
+
+    number: int
+    manifest_digest: str
+    problem: str
+    stored: tuple[tuple[str, int], ...]
+
+    @property
+    def fds(self) -> list[int]:
+        return [fd for _, fd in self.stored]
+
+    def named_fds(self) -> list[tuple[str, int]]:
+        """What is stored, in the order in which it must be: the manifest last."""
+        return list(self.stored)
+
+
 def accept(number: int, how: How, fds: Sequence[int], announced: Sequence[SlabInfo]) -> Generation:
     """Takes what a loader published: the manifest's descriptor and then the slabs'.
 
@@ -131,12 +149,12 @@ def check_is_wanted(held: Generation, wanted: Fingerprint | None) -> None:
 
 def adopt(
     handed_over: dict[str, int],
-) -> tuple[list[Generation], list[str], dict[str, str]]:
+) -> tuple[list[Generation], list[str], list[Unread]]:
     """Sorts what the supervisor kept into whole generations, by rising number.
 
     Also returns the names of what belongs to none, closed already, for removal from the store; and
-    why a generation can not be read, by the digest of its manifest. That one may be whole, and of
-    another version of wcache: it stays in the store, with its memory, until somebody decides.
+    the generations that can not be read. One of these may be whole, and of another version of
+    wcache: it stays in the store, with its memory, until somebody decides.
     """
     slab_fds: dict[int, dict[int, int]] = {}
     manifest_fds: dict[int, int] = {}
@@ -146,8 +164,7 @@ def adopt(
         elif (number := parse_manifest_name(name)) is not None:
             manifest_fds[number] = fd
     whole: list[Generation] = []
-    unread: dict[str, str] = {}
-    kept: set[str] = set()
+    unread: list[Unread] = []
     for number, manifest_fd in sorted(manifest_fds.items()):
         slabs = slab_fds.get(number, {})
         try:
@@ -155,14 +172,18 @@ def adopt(
         except ProtocolError as error:
             log.error("generation %d can not be adopted: %s", number, error.message)
         except ManifestError as error:
-            digest = manifests.digest(read_sealed(manifest_fd, MAX_MANIFEST_BYTES))
-            unread[digest] = (
-                f"generation {number} is kept and can not be read: {error.message};"
-                " wcache down frees it, the wcache that loaded it can serve it"
+            stored = [(slab_name(number, index), fd) for index, fd in sorted(slabs.items())]
+            one = Unread(
+                number=number,
+                manifest_digest=manifests.digest(read_sealed(manifest_fd, MAX_MANIFEST_BYTES)),
+                problem=f"generation {number} is kept and can not be read: {error.message};"
+                " wcache down frees it, the wcache that loaded it can serve it",
+                stored=(*stored, (manifest_name(number), manifest_fd)),
             )
-            log.error("%s", unread[digest])
-            kept |= {manifest_name(number), *(slab_name(number, index) for index in slabs)}
-    kept.update(name for generation in whole for name, _ in generation.named_fds())
+            unread.append(one)
+            log.error("%s", one.problem)
+    whole_or_not: list[Generation | Unread] = [*whole, *unread]
+    kept = {name for one in whole_or_not for name, _ in one.named_fds()}
     dropped = [name for name in handed_over if name not in kept]
     close_all([handed_over[name] for name in dropped])
     return whole, dropped, unread

@@ -8,7 +8,7 @@ import msgspec
 
 from wcache.config import Config
 from wcache.daemon.configuration import Configuration
-from wcache.daemon.generation import Generation, adopt
+from wcache.daemon.generation import Generation, Unread, adopt
 from wcache.daemon.handover import generation_of
 from wcache.daemon.roles import Record, Roles, take_records, without_access
 from wcache.daemon.safekeeping import Safekeeping
@@ -36,8 +36,7 @@ class Holdings:
         self._configuration = configuration
         self._safekeeping = Safekeeping(notifier)
         self._generations: dict[int, Generation] = {}
-        self.unread: dict[str, str] = {}
-        """Why a generation is kept and not held, by its manifest's digest."""
+        self.unread: list[Unread] = []
         self._last_number = 0
         """The highest that the store has had a descriptor of, as far as that is known."""
         self._roles = Roles()
@@ -122,11 +121,11 @@ class Holdings:
 
     def problems(self) -> tuple[str, ...]:
         """What is wrong with what is held; ``""`` among them stands for nothing."""
-        return (*self.unread.values(), self._safekeeping.problem)
+        return (*(one.problem for one in self.unread), self._safekeeping.problem)
 
     def expected_fds(self) -> int:
         """Descriptors that the supervisor's store should have."""
-        held = sum(len(generation.fds) for generation in self)
+        held = sum(len(one.fds) for one in (*self, *self.unread))
         return held + self._safekeeping.records + (self._configuration.stored_fd is not None)
 
     # --- what happens to it -----------------------------------------------------------------
@@ -256,6 +255,8 @@ class Holdings:
 
     def keep_roles(self) -> None:
         """Has the store say which part each generation plays, where their numbers do not."""
+        if self.unread and not self._generations:
+            return  # what is said of them stays for the wcache that can read them
         configs = {n: said for n, said in self._roles.configs.items() if n in self._generations}
         self._roles = roles = msgspec.structs.replace(self._roles, configs=configs)
         numbers_tell = (
@@ -276,7 +277,7 @@ class Holdings:
 
     def store_what_is_not(self) -> None:
         """Tries again to have kept what the supervisor did not confirm."""
-        for held in self:
+        for held in (*self, *self.unread):
             self._safekeeping.keep_again(held)
         if self._safekeeping.discard_again():
             self.keep_roles()
@@ -286,7 +287,7 @@ class Holdings:
     def store_again(self) -> int:
         """Hands everything to a supervisor that came back; how many descriptors went."""
         count = self._safekeeping.keep_records_again()
-        count += sum(self._safekeeping.keep(held) for held in self)
+        count += sum(self._safekeeping.keep(held) for held in (*self, *self.unread))
         return count + self._safekeeping.keep_config_again(self._configuration)
 
     def keep_config(self) -> None:

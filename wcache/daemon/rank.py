@@ -156,10 +156,9 @@ class Rank:
         if held is not None:
             self._lease(peer, lease, held)
             return Leased(generation=held.number)
-        if unread := self._holdings.unread.get(message.manifest_digest):
-            return answers.unread(self._paths.id, unread)
-        if self._holdings:
-            return answers.gone(self._paths.id)
+        unread = answers.unread(self._paths.id, self._holdings.unread, message.manifest_digest)
+        if unread or self._holdings:
+            return unread or answers.gone(self._paths.id)
         return self.reclaim.renew(self._standing(), lease, message, trusted=trusted)
 
     def offer(
@@ -288,7 +287,7 @@ class Rank:
         self.say_status()
         if self._holdings:
             self.announce()
-        elif self.awaits_engine:
+        elif self.awaits_engine or self._has_served:
             self._notifier.say("READY=1")
         return Stored(count=count)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from wcache.daemon.configuration import STORED_NAME, Configuration
-from wcache.daemon.generation import Generation
+from wcache.daemon.generation import Generation, Unread
 from wcache.daemon.roles import Record, Roles
 from wcache.notify import Notifier
 
@@ -59,7 +59,7 @@ class Safekeeping:
     def records(self) -> int:
         return len(self._records)
 
-    def keep(self, held: Generation) -> int:
+    def keep(self, held: Generation | Unread) -> int:
         """Hands a generation over and waits for the confirmation; how many descriptors went."""
         if not self._notifier.keeps_descriptors:
             self._problems[held.number] = (
@@ -85,7 +85,7 @@ class Safekeeping:
             log.error("%s", self._problems[held.number])
         return stored
 
-    def keep_again(self, held: Generation) -> None:
+    def keep_again(self, held: Generation | Unread) -> None:
         """Tries again, from time to time, what was not confirmed."""
         if self.must_wait and held.number in self._problems and time.monotonic() >= self._again_at:
             self.keep(held)

@@ -44,6 +44,8 @@ def obstacle(found: Mapping[int, RankView]) -> str:
             return f"rank {rank} is {unit.state}"
         if one.report is None:
             return f"rank {rank} does not answer"
+        if unit.stored_fds > one.report.expected_fds:
+            return f"it keeps descriptors of rank {rank} that the daemon does not hand over"
     return ""
 
 
