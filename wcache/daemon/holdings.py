@@ -163,7 +163,9 @@ class Holdings:
         if serving not in self._generations:
             serving = max(self._generations, default=None)
             if roles.serving is not None:
-                log.error("generation %d, which was served, was not kept", roles.serving)
+                is_unread = any(one.number == roles.serving for one in self.unread)
+                why = "can not be read" if is_unread else "was not kept"
+                log.error("generation %d, which was served, %s", roles.serving, why)
         if serving is None:
             return Roles()  # an empty rank loads what the configuration says
         held = roles.held if roles.held in self._generations else None
