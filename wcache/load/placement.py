@@ -1,11 +1,11 @@
 """Which part of which tensor a rank holds: tensor- and pipeline-parallel placement. Pure."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 from wcache import gate
-from wcache.checkpoint import Checkpoint, TensorEntry
+from wcache.checkpoint import Checkpoint
 from wcache.checkpoint.ties import HEAD, tied_embedding
 from wcache.config import Config
 from wcache.errors import CheckpointError
@@ -38,7 +38,14 @@ _FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv")
 def plan(
     checkpoint: Checkpoint, config: Config, rank: int, architectures: Architectures = ASK
 ) -> Plan:
-    """What ``rank`` holds of ``checkpoint``, and where.
+    """What ``rank`` holds of ``checkpoint``, and where; raises what :func:`placement` does."""
+    return placement(checkpoint, config, architectures).of(rank)
+
+
+def placement(
+    checkpoint: Checkpoint, config: Config, architectures: Architectures = ASK
+) -> "Placement":
+    """How ``checkpoint`` is spread over all ranks of ``config``.
 
     Raises :class:`CheckpointError` when it can not be spread or quantized as ``config`` asks, with
     the tensor and the numbers, and what :func:`wcache.gate.check` raises. transformers is needed
@@ -62,10 +69,9 @@ def plan(
     quantized = (
         quantizable(checkpoint, architectures.fp8_layers(checkpoint)) if on_load else frozenset()
     )
-    return place(
+    return Placement(
         checkpoint,
         layout,
-        rank,
         dtype=DTYPES.get(config.model.dtype),
         parallel=architectures.parallel_plan(checkpoint) if is_spread else None,
         tied=tied_embedding(checkpoint),
@@ -83,36 +89,83 @@ def place(
     tied: str | None = None,
     quantized: Collection[str] = (),
 ) -> Plan:
-    """:func:`plan` after everything was read: pure.
+    """:func:`plan` after everything was read: pure. The rest as :class:`Placement` has it."""
+    spread = Placement(
+        checkpoint, layout, dtype=dtype, parallel=parallel, tied=tied, quantized=quantized
+    )
+    return spread.of(rank)
+
+
+class Placement:
+    """A checkpoint over the ranks of a layout: what is the same for all of them is found once.
 
     ``dtype`` is a safetensors name, or None to keep each tensor's; ``tied`` names the tensor that
     the output head is tied to, ``quantized`` the weights that become FP8 on their way.
     """
-    at = layout.coordinates(rank)
-    names = set(checkpoint.tensors)
-    shards = stages = None
-    if parallel is not None and layout.tp > 1:
-        shards = Shards.of(parallel, names, layout.tp, at.tp_rank, tied)
-    if parallel is not None and layout.pp > 1:
-        stages = Stages.of(parallel, names, layout.pp, at.pp_rank)
 
-    def part(name: str, entry: TensorEntry, tied_to: str | None = None) -> Part:
-        kept = dtype if dtype is not None and entry.dtype in CONVERTIBLE else entry.dtype
-        # Tied tensors are one tensor, so the place of one is the place of both.
-        cut = blocks.cut(shards, tied_to or name, checkpoint.tensors, quantized)
-        return Part(name, entry, kept, cut, tied_to, name in quantized)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: Layout,
+        *,
+        dtype: str | None = None,
+        parallel: ParallelPlan | None = None,
+        tied: str | None = None,
+        quantized: Collection[str] = (),
+    ) -> None:
+        self._tensors, self._layout = checkpoint.tensors, layout
+        self._dtype, self._tied, self._quantized = dtype, tied, quantized
+        names = set(checkpoint.tensors)
+        self._shards: Shards | None = None
+        if parallel is not None and layout.tp > 1:
+            self._shards = Shards.of(parallel, names, layout.tp, 0, tied)
+        self._names: list[list[str]] = [list(self._tensors)]
+        """By stage, in the order of the checkpoint."""
+        if parallel is not None and layout.pp > 1:
+            stages = Stages.of(parallel, names, layout.pp)
+            self._names = [[] for _ in range(layout.pp)]
+            for name in self._tensors:
+                self._names[stages.stage_of(name)].append(name)
 
-    parts = []
-    for name, entry in checkpoint.tensors.items():
-        if name == HEAD and tied is not None:
-            continue
-        # A tied embedding is needed at both ends of the pipeline.
-        here = stages is None or stages.holds(name) or (name == tied and stages.is_last)
-        if here:
-            parts.append(part(name, entry))
-    if tied is not None and (stages is None or stages.is_last):
-        parts.append(part(HEAD, checkpoint.tensors[tied], tied))
-    return lay_out(parts)
+    def of(self, rank: int) -> Plan:
+        """What ``rank`` holds, and where; raises :class:`CheckpointError` as :func:`placement`."""
+        at = self._layout.coordinates(rank)
+        shards = self._shards and replace(self._shards, tp_rank=at.tp_rank)
+        names = self._names[at.pp_rank if len(self._names) > 1 else 0]
+        tied = self._tied if names is self._names[-1] else None
+        if tied is not None and (held := {*names, tied}) != set(names):
+            # A tied embedding is needed at both ends of the pipeline.
+            names = [name for name in self._tensors if name in held]
+        is_one = self._tied is not None
+        parts = [self._part(shards, name) for name in names if not (is_one and name == HEAD)]
+        if tied is not None:
+            parts.append(self._part(shards, tied, HEAD))
+        return lay_out(parts)
+
+    def of_each_stage(self, ranks: Iterable[int]) -> Iterator[tuple[list[int], Plan]]:
+        """The ``ranks`` that hold the same tensors, and the plan of the first of them.
+
+        The shards of the others are as large, for tp divides what is cut of any tensor, and refused
+        for the same reasons.
+        """
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self._layout.coordinates(rank).pp_rank, []).append(rank)
+        for alike in found.values():
+            yield alike, self.of(alike[0])
+
+    def _part(self, shards: "Shards | None", source: str, name: str | None = None) -> Part:
+        """Tensor ``source``, or ``name``, which is tied to it: they are one, and cut alike."""
+        entry = self._tensors[source]
+        dtype = self._dtype if entry.dtype in CONVERTIBLE else None
+        return Part(
+            name or source,
+            entry,
+            dtype or entry.dtype,
+            blocks.cut(shards, source, self._tensors, self._quantized),
+            source if name else None,
+            (name or source) in self._quantized,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +338,10 @@ def _check_fits(architecture: str, rules: dict[str, str], names: set[str]) -> No
 def _settle_tie(rules: dict[str, str], tied: str) -> None:
     """Checks that head and embedding are cut alike.
 
-    They are one tensor, so :func:`place` asks for the embedding's rule only. Where the plan names
-    the head alone, the embedding takes the head's rule, and colwise and embedding_rowwise are the
-    same cut: of the vocabulary, dimension 0. Where it names the embedding alone, that one holds.
+    They are one tensor, so :class:`Placement` asks for the embedding's rule only. Where the plan
+    names the head alone, the embedding takes the head's rule, and colwise and embedding_rowwise are
+    the same cut: of the vocabulary, dimension 0. Where it names the embedding alone, that one
+    holds.
     """
     head, embedding = HEAD.rpartition(".")[0], tied.rpartition(".")[0]
     if head not in rules:

@@ -1,6 +1,8 @@
 """Which tensors each stage of a pipeline holds. Pure."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from wcache.errors import CheckpointError
 from wcache.load.parallel import HINT_PUBLISH, ParallelPlan
@@ -21,19 +23,18 @@ def layers_per_stage(layers: int, pp: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The stage of one rank: its layers, and what goes in front of the first and after the last."""
+    """The stages of a pipeline: their layers, and what goes before the first and after the last."""
 
     container: str
     """Name of the list of layers, with the dot behind it."""
     before: tuple[str, ...]
     """Modules that run before the layers, with the dot behind them."""
     after: tuple[str, ...]
-    layers: range
-    is_first: bool
-    is_last: bool
+    ends: tuple[int, ...]
+    """The layer after the last one of each stage."""
 
     @classmethod
-    def of(cls, parallel: ParallelPlan, names: set[str], pp: int, pp_rank: int) -> "Stages":
+    def of(cls, parallel: ParallelPlan, names: set[str], pp: int) -> "Stages":
         """Raises :class:`CheckpointError` when there is no plan or it is not for these names."""
         if not parallel.stages:
             raise CheckpointError(
@@ -42,50 +43,50 @@ class Stages:
             )
         prefix = parallel.prefix_in(names)
         modules = [f"{prefix}{module}." for module in parallel.stages]
-        found = [module for module in modules if _layer_numbers(module, names)]
+        layers = {module: _layer_numbers(module, names) for module in modules}
+        found = [module for module in modules if layers[module]]
         if len(found) != 1:
             raise CheckpointError(
                 f"pp {pp}: {parallel.architecture} has {len(found)} lists of layers, not one",
                 hint=HINT_PUBLISH,
             )
         container = found[0]
-        numbers = _layer_numbers(container, names)
+        numbers = layers[container]
         total = max(numbers) + 1
         if len(numbers) != total:
             missing = min(set(range(total)) - numbers)
             raise CheckpointError(f"the checkpoint has no tensor of layer {container}{missing}")
         if total < pp:
             raise CheckpointError(f"pp {pp}: the model has {total} layers, too few for the stages")
-        counts = layers_per_stage(total, pp)
-        first = sum(counts[:pp_rank])
         place = modules.index(container)
         stages = cls(
             container=container,
             before=tuple(modules[:place]),
             after=(*modules[place + 1 :], *(f"{module}." for module in parallel.head_stages)),
-            layers=range(first, first + counts[pp_rank]),
-            is_first=pp_rank == 0,
-            is_last=pp_rank == pp - 1,
+            ends=tuple(accumulate(layers_per_stage(total, pp))),
         )
         stages._check_knows(names)
         return stages
 
-    def holds(self, name: str) -> bool:
+    def stage_of(self, name: str) -> int:
+        """The number of the stage that holds tensor ``name``."""
         number = _layer_number(self.container, name)
         if number is not None:
-            return number in self.layers
-        if name.startswith(self.before):
-            return self.is_first
-        return self.is_last
+            return bisect_right(self.ends, number)
+        return 0 if name.startswith(self.before) else len(self.ends) - 1
 
     def _check_knows(self, names: set[str]) -> None:
-        for name in sorted(names):
-            known = _layer_number(self.container, name) is not None
-            if not known and not name.startswith((*self.before, *self.after)):
-                raise CheckpointError(
-                    f"the pipeline-parallel plan does not say on which stage {name!r} is",
-                    hint=HINT_PUBLISH,
-                )
+        known = (*self.before, *self.after)
+        lost = [
+            name
+            for name in names
+            if _layer_number(self.container, name) is None and not name.startswith(known)
+        ]
+        if lost:
+            raise CheckpointError(
+                f"the pipeline-parallel plan does not say on which stage {min(lost)!r} is",
+                hint=HINT_PUBLISH,
+            )
 
 
 def _layer_number(container: str, name: str) -> int | None:

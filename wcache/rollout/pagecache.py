@@ -46,15 +46,16 @@ def read(
     Raises :class:`OutOfMemoryError` when it is more than the page cache could hold.
     """
     from wcache.load.architectures import Architectures
-    from wcache.load.placement import plan
+    from wcache.load.placement import placement
 
     wanted = candidate(args, load_config(paths.config_file), paths, previous=previous)
     checkpoint, config = checkpoint_of(wanted, paths), wanted.config
     architectures = Architectures(paths.architecture_folder, tell=out.say)
+    spread = placement(checkpoint, config, architectures)
     ranges = file_ranges(
         target.source
-        for rank in _ranks(config, ranks)
-        for target in plan(checkpoint, config, rank, architectures).targets
+        for _, planned in spread.of_each_stage(_ranks(config, ranks))
+        for target in planned.targets
     )
     nbytes, room = total_bytes(ranges), available_bytes()
     what = f"{size(nbytes)} of {counted(len(ranges), 'file')} in {checkpoint.path}"

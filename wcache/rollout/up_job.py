@@ -236,30 +236,30 @@ def needs(
     if checkpoint is None:
         return []
     from wcache.load.architectures import Architectures
-    from wcache.load.placement import plan
+    from wcache.load.placement import placement
 
     architectures = Architectures(paths.architecture_folder, tell=out.say)
     uuids, layout = config.memory.devices, config.ranks
     found = []
     has_fp8 = False
-    for rank in layout.local_ranks():
-        planned = plan(checkpoint, config, rank, architectures)
+    spread = placement(checkpoint, config, architectures)
+    for ranks, planned in spread.of_each_stage(layout.local_ranks()):
         has_fp8 = has_fp8 or any(target.dtype == WEIGHT_DTYPE for target in planned.targets)
         nbytes = sum(slab_sizes(planned.total_bytes, config.memory.slab_bytes, SLAB_GRANULARITY))
-        place = layout.coordinates(rank).local_rank
-        if config.memory.device == "cuda":
+        on_gpu = config.memory.device == "cuda"
+        if on_gpu:
             nbytes += LOADER_CONTEXT_BYTES
             if any(target.scale is not None for target in planned.targets):
                 nbytes += QUANTIZING_BYTES
-            found.append(Need(rank=rank, device=uuids[place], nbytes=nbytes))
-        else:
-            found.append(Need(rank=rank, device="cpu", nbytes=nbytes))
+        for rank in ranks:
+            device = uuids[layout.coordinates(rank).local_rank] if on_gpu else "cpu"
+            found.append(Need(rank=rank, device=device, nbytes=nbytes))
     if config.model.quantization == "fp8" and not has_fp8:
         out.warn(
             "--quantization fp8 changes nothing: no linear layer of this model has dimensions that"
             f" are multiples of {BLOCK}"
         )
-    return found
+    return sorted(found, key=lambda need: need.rank)
 
 
 class Free(dict[str, int]):
