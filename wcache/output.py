@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from shutil import get_terminal_size
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from wcache.progress import Bars
 
 GAP = "  "
+NONE = "-"
+_INDENT = 2 * GAP
 # Columns that the last cell of a row needs to be read when it is wrapped.
 MIN_SENTENCE = 24
 
@@ -106,32 +109,55 @@ class Table:
         self.rows: list[tuple[str, ...]] = []
 
     def add(self, *cells: object) -> None:
-        """``None`` is shown as ``-``."""
-        self.rows.append(tuple("-" if cell is None else one_line(str(cell)) for cell in cells))
+        """``None`` is shown as :data:`NONE`."""
+        self.rows.append(tuple(NONE if cell is None else one_line(str(cell)) for cell in cells))
 
     def print(self) -> None:
         """On a terminal fitted to its width, otherwise one full line a row."""
-        if sys.stdout.isatty() and self._leaves_room(get_terminal_size().columns):
+        width = get_terminal_size().columns if sys.stdout.isatty() else None
+        if width is None:
+            put("\n".join(self.lines()))
+        elif self._leaves_room(width):
             self._print_fitted()
         else:
-            put("\n".join(self.lines()))
+            put("\n".join(self.stacked(width)))
 
     def _leaves_room(self, width: int) -> bool:
-        """True when sentences can be wrapped; a terminal too narrow for it breaks lines itself."""
-        widths = [max(map(len, column)) for column in zip(self._headings, *self.rows, strict=True)]
+        """True when sentences can be wrapped beside the other cells."""
+        widths = [max(map(len, column)) for column in zip(*self._grid, strict=True)]
         return sum(widths[:-1]) + len(GAP) * (len(widths) - 1) + MIN_SENTENCE <= width
 
-    def lines(self) -> list[str]:
-        """The plain layout: nothing is cut off or wrapped, nothing but spaces between columns."""
-        grid = [tuple(self._headings), *self.rows]
+    def stacked(self, width: int) -> list[str]:
+        """The layout for a terminal that is too narrow: the last cell below the others.
+
+        The terminal would break lines anywhere, and the next row could not be found.
+        """
+        whole = self.lines()
+        if max(map(len, whole)) <= width:
+            return whole
+        found: list[str] = []
+        for line, cells in zip(self.lines(len(self._headings) - 1), self._grid, strict=True):
+            found += _wrapped(line, width, "")
+            if cells[-1] != NONE:
+                found += _wrapped(cells[-1], width, _INDENT)
+        return found
+
+    def lines(self, columns: int | None = None) -> list[str]:
+        """The plain layout, of the first ``columns`` or of all: nothing is cut off or wrapped,
+        nothing but spaces between columns."""
+        grid = [cells[:columns] for cells in self._grid]
         widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
         return [
             GAP.join(
                 cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, self._right, strict=True)
+                for cell, width, right in zip(row, widths, self._right, strict=False)
             ).rstrip()
             for row in grid
         ]
+
+    @property
+    def _grid(self) -> list[tuple[str, ...]]:
+        return [tuple(self._headings), *self.rows]
 
     def _print_fitted(self) -> None:
         from rich.console import Console
@@ -149,6 +175,13 @@ class Table:
         for row in self.rows:
             fitted.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
         Console(no_color="NO_COLOR" in os.environ, highlight=False).print(fitted)
+
+
+def _wrapped(text: str, width: int, first: str) -> list[str]:
+    """Lines of at most ``width``; what a person may copy is not cut at its hyphens."""
+    return wrap(
+        text, width, initial_indent=first, subsequent_indent=_INDENT, break_on_hyphens=False
+    )
 
 
 COLOURS = {

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 PLAIN_PERIOD_S = 5.0
+_BAR_WIDTHS = (8, 30)
+"""Columns that a bar has at least, or it is left out, and at most."""
+# "digest  131.0 of 131.0 GiB  11.42 GB/s, 118 s left": this is read, the bar is only looked at.
+_SAID_WIDTH = 51
 
 
 class Speed:
@@ -106,16 +110,23 @@ class LiveBars(Bars):
 
     def __init__(self, labels: Sequence[str]) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+        from rich.table import Column
 
         console = Console(stderr=True, no_color="NO_COLOR" in os.environ, highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[said]}"),
-            console=console,
-            refresh_per_second=10,
-        )
+        label, bar, said = _widths(labels, console.width)
+        columns: list[ProgressColumn] = [
+            # What is said may have brackets, which are no markup.
+            TextColumn("{task.description}", markup=False, table_column=Column(width=label)),
+            TextColumn(
+                "{task.fields[said]}",
+                markup=False,
+                table_column=Column(width=said, no_wrap=True, overflow="ellipsis"),
+            ),
+        ]
+        if bar:
+            columns.insert(1, BarColumn(bar, table_column=Column(width=bar)))
+        self._progress = Progress(*columns, console=console, refresh_per_second=10)
         self._tasks: dict[str, TaskID] = {
             label: self._progress.add_task(label, total=None, said="waiting") for label in labels
         }
@@ -140,3 +151,17 @@ class LiveBars(Bars):
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _widths(labels: Sequence[str], columns: int) -> tuple[int, int, int]:
+    """Of labels, bars and what is said, on a terminal of so many ``columns``; a bar may have none.
+
+    Left to itself rich takes from the labels: one rank with much to say hid the numbers of all.
+    """
+    label = max(map(len, labels), default=0)
+    least, most = _BAR_WIDTHS
+    # Two columns have one space between them, three have two.
+    bar = min(most, columns - label - _SAID_WIDTH - 2)
+    if bar < least:
+        return label, 0, max(1, columns - label - 1)
+    return label, bar, columns - label - bar - 2

@@ -7,7 +7,7 @@ from wcache import progress
 from wcache.commands.options import parse_size
 from wcache.errors import UsageError
 from wcache.output import Output, Table, counted, one_line
-from wcache.progress import PlainBars, Speed
+from wcache.progress import LiveBars, PlainBars, Speed
 from wcache.units import GIB, MIB
 
 pytestmark = pytest.mark.cli
@@ -29,6 +29,30 @@ def test_a_piped_table_is_aligned_and_never_cut(capsys: pytest.CaptureFixture[st
     Output().data(Data(1), table())
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["NAME       SIZE  SAID", "a            10  " + "x" * 300, "long name     -"]
+
+
+def test_a_narrow_terminal_has_the_sentence_of_a_row_below_it() -> None:
+    made = Table("RANK", ">SIZE", "STATUS")
+    made.add(9, "8.1 MiB", "serving generation 1: 8.1 MiB in 46 tensors")
+    made.add(10, "24.0 MiB", None)
+    made.add(11, "-", "to read it: wcache warm --page-cache")
+    assert made.stacked(30) == [
+        "RANK      SIZE",
+        "    STATUS",
+        "9      8.1 MiB",
+        "    serving generation 1: 8.1",
+        "    MiB in 46 tensors",
+        "10    24.0 MiB",
+        "11           -",
+        "    to read it: wcache warm",
+        "    --page-cache",
+    ]
+
+
+def test_a_narrow_terminal_that_has_room_shows_rows_as_they_are() -> None:
+    made = Table("RANK", "STATUS")
+    made.add(10, "ready")
+    assert made.stacked(12) == made.lines() == ["RANK  STATUS", "10    ready"]
 
 
 def test_json_goes_out_instead_of_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +158,39 @@ def test_a_log_gets_a_line_a_change_and_one_every_few_seconds(
         "rank 0: read 10.0 GiB of 20.0 GiB (50 %), 1.07 GB/s, 10 s left",
         "rank 0: ready",
     ]
+
+
+@pytest.mark.parametrize("columns", [120, 80, 40])
+def test_bars_name_their_rank_on_a_terminal_of_any_width(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    labels = [f"rank {rank}" for rank in range(12)]
+    with LiveBars(labels) as bars:
+        bars.end(
+            "rank 3", "rank 3 needs 131.0 GiB of memory, GPU-1 has 4.0 GiB free: " + 9 * "more "
+        )
+        bars.step("rank 11", "waiting for engines to give them back", 0, 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:7].rstrip() for line in lines] == labels
+    assert max(map(len, lines)) <= columns
+    assert lines[3].endswith("…")
+    assert ("give them back" in lines[11]) == (columns >= 80)
+
+
+def test_brackets_in_what_bars_say_are_no_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with LiveBars(["rank 0"]) as bars:
+        bars.end("rank 0", "no such file: [/models/x]")
+    assert "no such file: [/models/x]" in capsys.readouterr().err
+
+
+def test_no_bars_at_all_are_drawn_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveBars([]):
+        pass
+    assert capsys.readouterr().err.strip() == ""
 
 
 def test_a_quiet_command_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
