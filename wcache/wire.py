@@ -55,7 +55,11 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
             fds += received
     if flags & socket.MSG_CTRUNC:
         close_all(fds)
-        raise ProtocolError("descriptors were lost: too many in one message, or too many open here")
+        raise ProtocolError(
+            "descriptors were lost: too many in one message, or too many open here",
+            hint="raise this process's limit (ulimit -n, LimitNOFILE=), or memory.slab_bytes for"
+            " fewer slabs",
+        )
     return data, fds
 
 

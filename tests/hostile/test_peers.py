@@ -299,8 +299,9 @@ def test_lost_descriptors_are_an_error_not_a_short_list() -> None:
         many = array.array("i", [null.fileno()] * 250)
         ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)])
         before = open_files(os.getpid())
-        with pytest.raises(ProtocolError, match="descriptors were lost"):
+        with pytest.raises(ProtocolError, match="descriptors were lost") as caught:
             receive(theirs)
+        assert "ulimit -n" in caught.value.hint
         assert open_files(os.getpid()) == before
 
 

@@ -7,6 +7,7 @@ FAKE_DIR/RANK.do, obeyed and removed while it runs. Each start adds a line to FA
 import array
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -153,6 +154,9 @@ def main() -> None:
     mode = orders.get("mode", "ready")
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
+    # As the real one does.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     held = adopted()
     record_start(held)
     if not held:

@@ -79,6 +79,17 @@ def test_descriptors_survive_a_daemon_that_is_killed(
     assert supervised.starts()[1]["open"][:-1] == [0, 1, 2, 3, 4, 5]
 
 
+def test_more_descriptors_than_a_login_may_open_survive_as_well(supervised: Supervised) -> None:
+    many = {f"g1.slab.{index}": str(index) for index in range(100)}
+    supervised.order(store=many)
+    supervised.launch("--empty", around=("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh"))
+    supervised.up()
+    supervised.kill()
+    unit = supervised.wait_active(starts=2)
+    assert supervised.starts()[1]["fds"] == many
+    assert unit.stored_fds == 100
+
+
 def test_a_restart_by_command_keeps_the_descriptors_and_waits_for_the_new_process(
     supervised: Supervised,
 ) -> None:

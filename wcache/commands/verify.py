@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wcache import open_files
 from wcache.commands.options import InstanceOption, JsonOption, QuietOption, RankArguments
 from wcache.errors import ConfigError, ExitCode, NoSuchRankError, NotReadyError, UsageError
 from wcache.output import Output, Table
@@ -44,6 +45,7 @@ def verify(
     """
     from wcache.verify import Result, Verification, Verifier
 
+    open_files.raise_limit()
     depth = _depth(quick=quick, parity=parity, repair=repair)
     paths, named = select(instance, ranks or [])
     out = Output(as_json=as_json, quiet=quiet, instance=paths.instance)

@@ -3,12 +3,12 @@
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
 from types import FrameType
 
+from wcache import open_files
 from wcache.daemon import ready
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.handover import take_over
@@ -48,7 +48,7 @@ class Signals:
 def main(arguments: list[str]) -> int:
     rank_id = RankId.parse(arguments[0] if len(arguments) == 1 else "")
     setup_logging("daemon", rank_id)
-    _raise_descriptor_limit()
+    open_files.raise_limit()
     signals = Signals()
     notifier = Notifier.from_environment()
     handed_over = take_over()
@@ -98,12 +98,6 @@ def _serve(
             rank.free_drained()
             rank.record()
             rank.say_status()
-
-
-def _raise_descriptor_limit() -> None:
-    """A rank of many slabs needs more than the 1,024 that a login shell gives."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run() -> int:

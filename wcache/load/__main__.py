@@ -6,6 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
+from wcache import open_files
 from wcache.errors import ExitCode, UsageError, WcacheError
 from wcache.load.job import run
 from wcache.log import setup_logging
@@ -20,7 +21,9 @@ def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 1:
             raise UsageError("usage: python -m wcache.load RANK", hint="RANK is 3 or NAME:3")
-        run(RankId.parse(arguments[0]))
+        rank_id = RankId.parse(arguments[0])
+        open_files.raise_limit()
+        run(rank_id)
     except WcacheError as error:
         log.error("%s%s", error.message, f" (hint: {error.hint})" if error.hint else "")
         return error.exit_code

@@ -35,19 +35,25 @@ def rank_memory(config: Config, rank: int) -> Memory:
     )
 
 
+def check_slabs(rank: int, count: int) -> None:
+    """Raises :class:`UsageError` for more slabs than can be handed over."""
+    # The manifest's descriptor travels with those of the slabs.
+    if count >= MAX_FDS_PER_TRANSFER:
+        raise UsageError(
+            f"rank {rank} would need {count} slabs, at most {MAX_FDS_PER_TRANSFER - 1} are"
+            " handed over",
+            hint="raise memory.slab_bytes (--slab-bytes)",
+        )
+
+
 def check_memory(config: Config, memory: Memory, rank: int, total_bytes: int) -> list[int]:
     """Sizes of the slabs for ``total_bytes``.
 
-    Raises :class:`OutOfMemoryError`, with what is needed and what is free, before any is made.
+    Raises :class:`OutOfMemoryError`, with what is needed and what is free, before any is made, and
+    what :func:`check_slabs` raises.
     """
     sizes = slab_sizes(total_bytes, config.memory.slab_bytes, memory.granularity)
-    # The manifest's descriptor travels with those of the slabs.
-    if len(sizes) >= MAX_FDS_PER_TRANSFER:
-        raise UsageError(
-            f"rank {rank} would need {len(sizes)} slabs, at most {MAX_FDS_PER_TRANSFER - 1} are"
-            " handed over",
-            hint="raise memory.slab_bytes",
-        )
+    check_slabs(rank, len(sizes))
     needed, free = sum(sizes), memory.free_bytes()
     if needed > free:
         where = memory.device_uuid or "the host"

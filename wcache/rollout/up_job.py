@@ -170,7 +170,9 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
         to_load = {*rollout.load, *rollout.fresh}.difference(back, held)
         if back:
             out.say(f"{rank_words(back)}: engines that still have the weights give them back")
-        check_memory([need for need in taken if need.rank in to_load], Free(), views, Others(paths))
+        loaded = [need for need in taken if need.rank in to_load]
+        check_memory(loaded, Free(), views, Others(paths))
+        _check_slabs(loaded)
     _warn_of_persistence(config, out)
     return Job(
         paths=paths, supervisor=supervisor, out=out, config=config, old=old, rollout=rollout,
@@ -245,7 +247,8 @@ def needs(
     spread = placement(checkpoint, config, architectures)
     for ranks, planned in spread.of_each_stage(layout.local_ranks()):
         has_fp8 = has_fp8 or any(target.dtype == WEIGHT_DTYPE for target in planned.targets)
-        nbytes = sum(slab_sizes(planned.total_bytes, config.memory.slab_bytes, SLAB_GRANULARITY))
+        sizes = slab_sizes(planned.total_bytes, config.memory.slab_bytes, SLAB_GRANULARITY)
+        nbytes = sum(sizes)
         on_gpu = config.memory.device == "cuda"
         if on_gpu:
             nbytes += LOADER_CONTEXT_BYTES
@@ -253,13 +256,21 @@ def needs(
                 nbytes += QUANTIZING_BYTES
         for rank in ranks:
             device = uuids[layout.coordinates(rank).local_rank] if on_gpu else "cpu"
-            found.append(Need(rank=rank, device=device, nbytes=nbytes))
+            found.append(Need(rank=rank, device=device, nbytes=nbytes, slabs=len(sizes)))
     if config.model.quantization == "fp8" and not has_fp8:
         out.warn(
             "--quantization fp8 changes nothing: no linear layer of this model has dimensions that"
             f" are multiples of {BLOCK}"
         )
     return sorted(found, key=lambda need: need.rank)
+
+
+def _check_slabs(loaded: Iterable[Need]) -> None:
+    """As every loader would; raises :class:`wcache.errors.UsageError`."""
+    from wcache.load.publish import check_slabs
+
+    for need in loaded:
+        check_slabs(need.rank, need.slabs)
 
 
 class Free(dict[str, int]):

@@ -121,6 +121,7 @@ class Need:
     device: str
     """UUID of a GPU, or ``cpu``."""
     nbytes: int
+    slabs: int = 1
 
 
 def check_memory(

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 from pathlib import Path
 from types import FrameType
@@ -44,13 +43,6 @@ def reap_orphans(own: set[int]) -> None:
             os.waitid(os.P_PID, ended.si_pid, os.WEXITED | os.WNOHANG)
         except ChildProcessError:
             return
-
-
-def raise_descriptor_limit() -> int:
-    """Takes as many open files as are allowed; returns the soft limit that was in force."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return soft
 
 
 def seal_descriptors() -> None:

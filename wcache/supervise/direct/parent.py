@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from wcache import open_files
 from wcache.config import load_config
 from wcache.errors import (
     ConfigError,
@@ -26,7 +27,6 @@ from wcache.protocol import MAX_TEXT, RefusalReason, Refused
 from wcache.supervise.direct.claim import Claim
 from wcache.supervise.direct.ground import (
     Signals,
-    raise_descriptor_limit,
     reap_orphans,
     seal_descriptors,
 )
@@ -390,7 +390,7 @@ def run(
             Signals(),
             timing=timing,
             commands=commands or Commands(),
-            soft_limit=raise_descriptor_limit(),
+            soft_limit=open_files.raise_limit(),
             ends_when_idle=ends_when_idle,
         )
         is_configured = start_configured and paths.config_file.exists()

@@ -19,7 +19,9 @@ class RankPlans:
     watchdog_s: float
     """0: the daemon is not watched."""
     soft_limit: int | None
-    """Open files that a child may have at first; the supervisor's own limit is raised."""
+    """Open files that a loader may have at first. The supervisor's own limit is raised, and so is a
+    daemon's: with more descriptors handed over than it allows, not even its libraries can be opened
+    (the linker ends with EMFILE, at 1,024 again and again)."""
 
     def daemon(self, notify: Path, stored: Sequence[tuple[int, str]]) -> Plan:
         """``stored`` are the descriptors to hand over, by number."""
@@ -36,7 +38,6 @@ class RankPlans:
             variables=variables,
             pid_variables=own_pid,
             stored=stored,
-            soft_limit=self.soft_limit,
         )
 
     def loader(self) -> Plan:

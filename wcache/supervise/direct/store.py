@@ -14,6 +14,7 @@ class DescriptorStore:
     def __init__(self, limit: int = MAX_STORED) -> None:
         self._limit = limit
         self._names: dict[int, str] = {}
+        self._by_name: dict[str, list[int]] = {}
         self._names_bytes = 0
 
     def __len__(self) -> int:
@@ -29,8 +30,8 @@ class DescriptorStore:
         The same file under the same name is a repetition and takes the older one's place.
         """
         status = os.fstat(fd)
-        for other, other_name in list(self._names.items()):
-            if other_name == name and os.path.samestat(status, os.fstat(other)):
+        for other in list(self._by_name.get(name, ())):
+            if os.path.samestat(status, os.fstat(other)):
                 self._drop(other)
         if len(self._names) >= self._limit:
             os.close(fd)
@@ -39,12 +40,13 @@ class DescriptorStore:
             os.close(fd)
             return "the names of the stored descriptors are too long together"
         self._names[fd] = name
+        self._by_name.setdefault(name, []).append(fd)
         self._names_bytes += len(name) + 1
         return ""
 
     def remove(self, name: str) -> int:
         """Closes every descriptor of that name; returns how many there were."""
-        found = [fd for fd, other in self._names.items() if other == name]
+        found = list(self._by_name.get(name, ()))
         for fd in found:
             self._drop(fd)
         return len(found)
@@ -57,5 +59,10 @@ class DescriptorStore:
         return count
 
     def _drop(self, fd: int) -> None:
-        self._names_bytes -= len(self._names.pop(fd)) + 1
+        name = self._names.pop(fd)
+        self._names_bytes -= len(name) + 1
+        alike = self._by_name[name]
+        alike.remove(fd)
+        if not alike:
+            del self._by_name[name]
         os.close(fd)
