@@ -136,19 +136,22 @@ class Table:
         if max(map(len, whole)) <= width:
             return whole
         found: list[str] = []
-        for line, cells in zip(self.lines(len(self._headings) - 1), self._grid, strict=True):
+        others = self.lines(len(self._headings) - 1)
+        if max(map(len, others)) > width:
+            others = self.lines(len(self._headings) - 1, gap=" ")
+        for line, cells in zip(others, self._grid, strict=True):
             found += _wrapped(line, width, "")
             if cells[-1] != NONE:
                 found += _wrapped(cells[-1], width, _INDENT)
         return found
 
-    def lines(self, columns: int | None = None) -> list[str]:
+    def lines(self, columns: int | None = None, *, gap: str = GAP) -> list[str]:
         """The plain layout, of the first ``columns`` or of all: nothing is cut off or wrapped,
         nothing but spaces between columns."""
         grid = [cells[:columns] for cells in self._grid]
         widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
         return [
-            GAP.join(
+            gap.join(
                 cell.rjust(width) if right else cell.ljust(width)
                 for cell, width, right in zip(row, widths, self._right, strict=False)
             ).rstrip()

@@ -49,6 +49,18 @@ def test_a_narrow_terminal_has_the_sentence_of_a_row_below_it() -> None:
     ]
 
 
+def test_a_narrower_one_has_less_between_columns() -> None:
+    made = Table("RANK", "STATE", ">FDS", "STATUS")
+    made.add(10, "ready", "45/45", "serving generation 2")
+    assert made.stacked(17) == [
+        "RANK STATE   FDS",
+        "    STATUS",
+        "10   ready 45/45",
+        "    serving",
+        "    generation 2",
+    ]
+
+
 def test_a_narrow_terminal_that_has_room_shows_rows_as_they_are() -> None:
     made = Table("RANK", "STATUS")
     made.add(10, "ready")
