@@ -314,6 +314,17 @@ def rank_words(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(order) == 1 else 'ranks'} {span(order)}"
 
 
+def told_together(said: Iterable[tuple[int, str]]) -> list[str]:
+    """``ranks 0 to 7: the disk is full``: a line for all ranks of which the same is said.
+
+    In the order of ranks; what is said of one rank stays in its order.
+    """
+    ranks: dict[str, set[int]] = {}
+    for rank, text in sorted(said, key=lambda one: one[0]):
+        ranks.setdefault(text, set()).add(rank)
+    return [f"{rank_words(alike)}: {text}" for text, alike in ranks.items()]
+
+
 def holders(views: Iterable[RankView]) -> list[str]:
     """A line for each lease, or who may have one: whom to stop before weights can go."""
     found = []

@@ -22,7 +22,7 @@ from wcache.commands.restart import _check as check_restart
 from wcache.commands.restart import _kept as kept
 from wcache.config import Config
 from wcache.errors import ExitCode, TryAgainError, WcacheError
-from wcache.ranks import RankView
+from wcache.ranks import RankView, told_together
 from wcache.reports import ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor, UnitReport
@@ -198,6 +198,23 @@ def test_a_daemon_that_ended_leaves_its_last_words() -> None:
     assert problem_lines(found) == [
         "rank 0: the daemon ended with exit 78: load failed: no such shard"
     ]
+
+
+def test_what_is_the_same_for_many_ranks_is_said_once() -> None:
+    ranks = [
+        RankView(rank=rank, unit=unit(rank, state="failed", result="exit 78", status="no shard"))
+        for rank in range(12)
+    ]
+    ranks[3] = RankView(rank=3, unit=unit(3, state="failed", result="exit 1", status="no disk"))
+    assert problem_lines(status(*ranks)) == [
+        "ranks 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11: the daemon ended with exit 78: no shard",
+        "rank 3: the daemon ended with exit 1: no disk",
+    ]
+
+
+def test_failures_are_told_by_rank_and_not_by_when_they_came() -> None:
+    came = {10: "no disk", 2: "no shard", 1: "no disk", 0: "no disk"}
+    assert told_together(came.items()) == ["ranks 0, 1, 10: no disk", "rank 2: no shard"]
 
 
 def test_a_loader_that_failed_is_a_problem_while_nothing_is_served() -> None:

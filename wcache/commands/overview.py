@@ -15,7 +15,7 @@ from wcache.fingerprint import Fingerprint
 from wcache.hints import PUBLISHED_AFTER_DOWN
 from wcache.output import Table
 from wcache.paths import InstancePaths
-from wcache.ranks import RankView, read_config, view
+from wcache.ranks import RankView, read_config, told_together, view
 from wcache.reports import GenerationRole, How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
@@ -332,12 +332,14 @@ def _fds(row: RankStatus) -> str | None:
 
 def problem_lines(status: InstanceStatus) -> list[str]:
     """Every problem on a line of its own, the instance's first."""
-    lines = list(status.problems)
-    for row in status.ranks:
+    own = (
+        (row.rank, problem)
+        for row in status.ranks
+        for problem in row.problems
         # A daemon tells of a bad configuration as well; once is enough.
-        own = (problem for problem in row.problems if problem not in status.problems)
-        lines += [f"rank {row.rank}: {problem}" for problem in dict.fromkeys(own)]
-    return lines
+        if problem not in status.problems
+    )
+    return [*status.problems, *told_together(own)]
 
 
 def next_step(status: InstanceStatus) -> str:

@@ -20,6 +20,7 @@ from wcache.errors import ExitCode, NotReadyError, UsageError
 from wcache.output import Output
 from wcache.paths import InstancePaths
 from wcache.permissions import may_exist
+from wcache.ranks import told_together
 from wcache.rollout.lock import hold
 
 INTERRUPTED = 130
@@ -135,8 +136,8 @@ def up(
         others = job.serving_others()
     found = collect(paths, job.config.ranks.local_ranks(), supervisor)
     out.data(found, *tables(found))
-    for rank, reason in failures.items():
-        out.error(f"rank {rank}: {reason}")
+    for line in told_together(failures.items()):
+        out.error(line)
     if not failures:
         # Weights that are there may still be kept by nobody.
         for problem in problem_lines(found):
@@ -147,7 +148,7 @@ def up(
             if job.beside
             else "ranks that are ready stay ready"
         )
-        out.hint(f"wcache logs {next(iter(failures))} shows more; {stay}")
+        out.hint(f"wcache logs {min(failures)} shows more; {stay}")
         raise typer.Exit(ExitCode.FAILED)
     if others:
         raise typer.Exit(ExitCode.MISMATCH)  # said with its remedy already

@@ -15,7 +15,7 @@ from wcache.commands.overview import collect, tables
 from wcache.config import DType, Quantization
 from wcache.errors import ExitCode, UsageError, WcacheError
 from wcache.output import Output
-from wcache.ranks import chosen, rank_words, select, view
+from wcache.ranks import chosen, rank_words, select, told_together, view
 from wcache.rollout.lock import hold
 from wcache.units import size
 
@@ -156,9 +156,9 @@ def _work(
 def _fail(failures: dict[int, str], out: Output, hint: str) -> None:
     if not failures:
         return
-    for rank, reason in failures.items():
-        out.error(f"rank {rank}: {reason}")
-    out.hint(f"{hint}; wcache logs {next(iter(failures))} shows more")
+    for line in told_together(failures.items()):
+        out.error(line)
+    out.hint(f"{hint}; wcache logs {min(failures)} shows more")
     raise typer.Exit(ExitCode.FAILED)
 
 
