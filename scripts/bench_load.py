@@ -195,7 +195,7 @@ def rank_memory(device: str) -> Any:
         return open_memory("cpu")
     import torch
 
-    from wcache.devices import visible_gpus
+    from wcache.machine.devices import visible_gpus
 
     torch.zeros(1, device="cuda")  # the context is there before the clock starts
     return open_memory("cuda", device_uuid=visible_gpus()[0].uuid)

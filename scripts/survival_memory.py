@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from wcache import devices
+from wcache.machine import devices
 from wcache.units import MIB
 
 # What a driver may keep for itself when the last context has gone.

@@ -13,8 +13,8 @@ from survival_memory import Meter, meter
 from survival_table import Row
 
 from tests.systemd.lab import FailedCommand
-from wcache.control import SilentDaemonError
-from wcache.protocol import Report
+from wcache.protocol.control import SilentDaemonError
+from wcache.protocol.messages import Report
 from wcache.ranks import ask
 from wcache.state import RankState
 from wcache.units import GIB, size

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1]))
 
 if TYPE_CHECKING:
-    from wcache.protocol import Report
+    from wcache.protocol.messages import Report
 
 LOG_LINES = {
     "model loading": r"Model loading took .*? (?:memory )?and ([\d.]+) s",

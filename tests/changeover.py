@@ -10,9 +10,9 @@ from tests.places import Places
 from tests.processes import Store
 from tests.publishing import content, manifest, offered
 from wcache.config import Config, MemorySection, ModelSection
-from wcache.control import Control
 from wcache.fingerprint import held_from
-from wcache.protocol import (
+from wcache.protocol.control import Control
+from wcache.protocol.messages import (
     AskLoad,
     LoadOrder,
     Message,
@@ -26,8 +26,8 @@ from wcache.protocol import (
     Switch,
     Switched,
 )
-from wcache.reports import GenerationReport
-from wcache.wire import close_all
+from wcache.protocol.reports import GenerationReport
+from wcache.protocol.wire import close_all
 
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import pytest
 from tests.places import Places
 from tests.processes import Store, daemon_log, end, start_daemon
 from tests.publishing import publish
-from wcache.control import Control
-from wcache.protocol import AskReport, Attach, Attached, Report
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskReport, Attach, Attached, Report
 
 Daemon = subprocess.Popen[bytes]
 Start = Callable[..., Daemon]

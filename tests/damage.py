@@ -7,12 +7,12 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from wcache.control import Control
 from wcache.load.publish import hand_over
 from wcache.manifest import Manifest
 from wcache.memory.slab import Access
 from wcache.paths import RankPaths
-from wcache.protocol import AskLoad, LoadOrder, LoadSource
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskLoad, LoadOrder, LoadSource
 from wcache.verify.held import held, mapped, memory_of
 
 Damage = Callable[[Manifest, torch.Tensor], list[str]]

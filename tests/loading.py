@@ -16,7 +16,7 @@ from wcache.memory import open_memory
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Slab
-from wcache.protocol import (
+from wcache.protocol.messages import (
     AskLoad,
     LoadFailed,
     LoadOrder,

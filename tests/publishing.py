@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from wcache import manifest as manifests
-from wcache.control import Channel, Control, connect_socket
 from wcache.fingerprint import Fingerprint
 from wcache.manifest import Manifest, SlabInfo, Storage, Tensor
 from wcache.memory.memfd import create_sealed
 from wcache.paths import RankPaths
-from wcache.protocol import AskLoad, LoadOrder, Publish, Published
-from wcache.wire import close_all
+from wcache.protocol.control import Channel, Control, connect_socket
+from wcache.protocol.messages import AskLoad, LoadOrder, Publish, Published
+from wcache.protocol.wire import close_all
 
 SLAB_BYTES = 2 << 20
 FINGERPRINT = Fingerprint(model="test-model", loader="publish", device="cpu")

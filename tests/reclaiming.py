@@ -16,12 +16,12 @@ from tests.places import Places
 from tests.processes import Store, end, wait_for
 from tests.publishing import content, manifest, slab
 from wcache import manifest as manifests
-from wcache.control import Control
 from wcache.load.order import ask_load
 from wcache.manifest import Manifest
 from wcache.memory.digest import digest
 from wcache.memory.memfd import create_sealed
-from wcache.protocol import (
+from wcache.protocol.control import Control
+from wcache.protocol.messages import (
     AskLoad,
     LoadOrder,
     Message,
@@ -31,7 +31,7 @@ from wcache.protocol import (
     Published,
     Renew,
 )
-from wcache.wire import close_all
+from wcache.protocol.wire import close_all
 
 T = TypeVar("T")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 from tests.processes import PATIENCE_S
 from wcache import manifest as manifests
-from wcache.control import Channel
 from wcache.errors import ProtocolError
 from wcache.manifest import Manifest, SlabInfo
 from wcache.memory.memfd import create_sealed
 from wcache.memory.slab import Slab
 from wcache.paths import RankPaths
-from wcache.protocol import (
+from wcache.protocol.control import Channel
+from wcache.protocol.messages import (
     REQUESTS,
     AskLoad,
     Attach,
@@ -29,7 +29,7 @@ from wcache.protocol import (
     Welcome,
     decode_body,
 )
-from wcache.wire import close_all
+from wcache.protocol.wire import close_all
 
 Question = Attach | AskLoad | Renew | Offer
 Answer = Callable[[Question], Reply | None]

@@ -13,7 +13,7 @@ import typer.main
 import wcache
 from wcache.errors import ConfigError, ExitCode, WcacheError
 from wcache.hints import for_instance, instance_of
-from wcache.permissions import as_root
+from wcache.machine.permissions import as_root
 from wcache.streams import StdoutError, stdout_error, talk
 
 INTERRUPTED = 130

@@ -13,7 +13,7 @@ import msgspec
 
 from wcache.errors import ConfigError, ExitCode
 from wcache.layout import Layout
-from wcache.permissions import who_may
+from wcache.machine.permissions import who_may
 
 MAX_CONFIG_BYTES = 1 << 20
 MIN_SLAB_BYTES = 2 << 20

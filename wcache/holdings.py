@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wcache.errors import UsageError, WcacheError
 from wcache.paths import InstancePaths, RankId, RankPaths
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 from wcache.ranks import ask
 from wcache.units import size
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from wcache.config import Config, load_config
-from wcache.control import Control, SilentDaemonError
 from wcache.difference import Difference
 from wcache.errors import (
     ConfigError,
@@ -19,11 +18,12 @@ from wcache.errors import (
     WcacheError,
 )
 from wcache.fingerprint import compare, wanted_by
+from wcache.machine.permissions import may_exist
 from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId, RankPaths, check_instance_name
-from wcache.permissions import may_exist
-from wcache.protocol import AskReport, Report
-from wcache.reports import GenerationReport, LeaseReport
+from wcache.protocol.control import Control, SilentDaemonError
+from wcache.protocol.messages import AskReport, Report
+from wcache.protocol.reports import GenerationReport, LeaseReport
 from wcache.supervise.interface import Supervisor, UnitReport
 
 # A daemon answers in well under a millisecond; one that does not in this time is stuck.

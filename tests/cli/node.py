@@ -14,11 +14,11 @@ import pytest
 from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.cli.snapshot import Done, wcache
 from tests.places import Places
-from wcache.control import Control
 from wcache.paths import InstancePaths
-from wcache.protocol import Attach, Attached, Report
+from wcache.protocol.control import Control
+from wcache.protocol.messages import Attach, Attached, Report
+from wcache.protocol.wire import close_all, peer_credentials
 from wcache.ranks import ask
-from wcache.wire import close_all, peer_credentials
 
 PATIENCE_S = 30.0
 SMALL = ("--device", "cpu", "--slab-bytes", "2MiB")

@@ -8,13 +8,13 @@ import pytest
 
 from tests.cli.views import GIB, absent, config, report, unit
 from tests.places import Places
-from wcache import devices
 from wcache.commands.gpu_memory import GpuStatus, gpus_of, merge, note, rows, table
 from wcache.config import Config, LayoutSection, MemorySection
-from wcache.devices import Gpu
 from wcache.errors import WcacheError
 from wcache.fingerprint import held_from
 from wcache.holdings import Holding
+from wcache.machine import devices
+from wcache.machine.devices import Gpu
 from wcache.paths import RankId
 from wcache.ranks import RankView
 

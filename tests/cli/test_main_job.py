@@ -16,16 +16,16 @@ from tests.checkpoints import llama_tensors, write_checkpoint, write_llama
 from tests.cli.node import PATIENCE_S, SMALL, Node, wait_for
 from tests.cli.snapshot import check, environment, wcache
 from wcache.config import load_config
+from wcache.protocol.wire import peer_credentials
 from wcache.ranks import ask
-from wcache.wire import peer_credentials
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]
 
 _HOLDING = """
 import sys
-from wcache.control import Control
+from wcache.protocol.control import Control
 from wcache.paths import RankId, RankPaths
-from wcache.protocol import Attach, Attached
+from wcache.protocol.messages import Attach, Attached
 with Control.connect(RankPaths.of(RankId("", 0)), "client") as control:
     control.request(Attach(), Attached)
     print("held", flush=True)

@@ -22,8 +22,8 @@ from wcache.commands.restart import _check as check_restart
 from wcache.commands.restart import _kept as kept
 from wcache.config import Config
 from wcache.errors import ExitCode, TryAgainError, WcacheError
+from wcache.protocol.reports import ProgressReport
 from wcache.ranks import RankView, told_together
-from wcache.reports import ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor, UnitReport
 

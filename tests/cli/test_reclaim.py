@@ -19,10 +19,10 @@ from tests.cli.snapshot import environment
 from tests.processes import end, wait_for
 from tests.reclaiming import flipped
 from wcache.config import load_config, save_config
-from wcache.control import Control
 from wcache.errors import WcacheError
 from wcache.memory.memfd import create_sealed
-from wcache.protocol import (
+from wcache.protocol.control import Control
+from wcache.protocol.messages import (
     Attach,
     Attached,
     Offer,
@@ -30,8 +30,8 @@ from wcache.protocol import (
     OfferWanted,
     Renew,
 )
-from wcache.reports import GenerationReport
-from wcache.wire import close_all, peer_credentials
+from wcache.protocol.reports import GenerationReport
+from wcache.protocol.wire import close_all, peer_credentials
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.node import Node, wait_for
 from tests.cli.snapshot import environment
-from wcache.control import Control, RefusedError
-from wcache.protocol import AskReport, Message, Report
+from wcache.protocol.control import Control, RefusedError
+from wcache.protocol.messages import AskReport, Message, Report
 from wcache.ranks import ask
 from wcache.supervise.direct.name import keeper
 

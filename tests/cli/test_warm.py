@@ -20,11 +20,11 @@ from tests.cli.snapshot import check, environment
 from tests.processes import PATIENCE_S, end
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import load_config
-from wcache.control import Control
-from wcache.protocol import Attach, Attached, Stage, Staged, Switch, Switched
+from wcache.protocol.control import Control
+from wcache.protocol.messages import Attach, Attached, Stage, Staged, Switch, Switched
+from wcache.protocol.wire import close_all
 from wcache.ranks import ask
 from wcache.rollout.warm_plan import WarmPlan
-from wcache.wire import close_all
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]
 

@@ -7,9 +7,9 @@ import msgspec
 
 from wcache.config import Config, LayoutSection, ModelSection
 from wcache.fingerprint import Fingerprint, compare, held_from, wanted_by
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
+from wcache.protocol.reports import GenerationReport, GenerationRole, LeaseReport, ProgressReport
 from wcache.ranks import RankView
-from wcache.reports import GenerationReport, GenerationRole, LeaseReport, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import UnitReport
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from tests.engines import script
 from tests.engines.serving import environment, until, wcache
 from tests.places import Places
-from wcache.control import Control
 from wcache.engines.orders import Orders
 from wcache.engines.transformers import from_cache
 from wcache.errors import MismatchError, NoSuchRankError
-from wcache.protocol import AskReport, Report
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskReport, Report
 from wcache.run.timeline import Record, load, read_events, records
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]

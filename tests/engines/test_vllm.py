@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tests.engines.serving import Server, until, wcache
 from tests.places import Places
 from wcache.client import attach
-from wcache.control import Control
 from wcache.errors import NoSuchRankError
 from wcache.manifest import Manifest
 from wcache.paths import RankPaths
-from wcache.protocol import AskReport, Report
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskReport, Report
 from wcache.state import RankState
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]

@@ -14,9 +14,9 @@ from tests.checkpoints import write_llama
 from tests.cli.snapshot import Done, environment, wcache
 from tests.places import Places
 from tests.processes import wait_for
-from wcache.devices import processes, visible_gpus
+from wcache.machine.devices import processes, visible_gpus
 from wcache.memory import driver
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 from wcache.ranks import ask
 
 pytestmark = [

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.processes import wait_for
-from wcache import devices
 from wcache.errors import WcacheError
+from wcache.machine import devices
 from wcache.manifest import SlabInfo
 from wcache.memory import driver, mix_kernel, mixing
 from wcache.memory.cuda import CudaMemory

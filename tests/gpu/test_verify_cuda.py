@@ -13,8 +13,8 @@ from tests.cli.snapshot import Done, wcache
 from tests.damage import Damage
 from tests.places import Places
 from tests.processes import wait_for
-from wcache.devices import CONTEXT_BYTES, processes, visible_gpus
 from wcache.errors import ExitCode
+from wcache.machine.devices import CONTEXT_BYTES, processes, visible_gpus
 from wcache.memory import driver
 from wcache.memory.slab import Access, Slab
 from wcache.verify.held import held, memory_of

@@ -15,7 +15,7 @@ from wcache.config import Config, LayoutSection, ModelSection
 from wcache.errors import CheckpointError, ExitCode, UnsupportedQuantForIPCError
 from wcache.load import job
 from wcache.paths import RankId
-from wcache.protocol import LoadOrder
+from wcache.protocol.messages import LoadOrder
 
 pytestmark = pytest.mark.hostile
 

@@ -14,10 +14,10 @@ from tests.processes import Store, open_files, settled_files, wait_for
 from tests.publishing import FINGERPRINT, SLAB_BYTES, content, head, raw_channel, slab
 from tests.reclaiming import WEIGHTS, Loss, described, descriptors, flipped
 from wcache.config import AccessSection
-from wcache.control import Control, RefusedError
 from wcache.errors import TryAgainError, WcacheError
 from wcache.manifest import SlabInfo
-from wcache.protocol import (
+from wcache.protocol.control import Control, RefusedError
+from wcache.protocol.messages import (
     AskLoad,
     Checked,
     CheckOrder,
@@ -29,8 +29,8 @@ from wcache.protocol import (
     Published,
     encode_frame,
 )
+from wcache.protocol.wire import close_all, send
 from wcache.state import RankState
-from wcache.wire import close_all, send
 
 pytestmark = pytest.mark.hostile
 

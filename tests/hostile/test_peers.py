@@ -16,10 +16,10 @@ from tests.places import Places, publish_config
 from tests.processes import Store, daemon_log, open_files, settled_files, wait_for
 from tests.publishing import content, head, manifest, offered, raw_channel
 from wcache.config import AccessSection
-from wcache.control import Control, receive_reply
 from wcache.daemon.connection import PATIENCE_S, Connection
 from wcache.errors import NoPermissionError, ProtocolError, WcacheError
-from wcache.protocol import (
+from wcache.protocol.control import Control, receive_reply
+from wcache.protocol.messages import (
     MAX_FRAME_BYTES,
     AskLoad,
     AskReport,
@@ -34,8 +34,8 @@ from wcache.protocol import (
     Report,
     encode_frame,
 )
+from wcache.protocol.wire import close_all, receive, send
 from wcache.state import RankState
-from wcache.wire import close_all, receive, send
 
 pytestmark = pytest.mark.hostile
 

@@ -12,13 +12,13 @@ from tests.places import Places, publish_config
 from tests.processes import open_files, settled_files, wait_for
 from tests.publishing import SLAB_BYTES, content, manifest, slab
 from wcache import manifest as manifests
-from wcache.control import Control
 from wcache.errors import ManifestError, WcacheError
 from wcache.manifest import Manifest, SlabInfo, Storage, Tensor
 from wcache.memory.memfd import create_sealed
-from wcache.protocol import AskLoad, LoadOrder, Publish, Published
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskLoad, LoadOrder, Publish, Published
+from wcache.protocol.wire import close_all
 from wcache.state import RankState
-from wcache.wire import close_all
 
 pytestmark = pytest.mark.hostile
 

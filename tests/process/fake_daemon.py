@@ -89,8 +89,8 @@ class ControlSocket:
         self.listener.setblocking(False)
 
     def serve(self, held: dict[str, int]) -> None:
-        from wcache.control import Channel
-        from wcache.protocol import (
+        from wcache.protocol.control import Channel
+        from wcache.protocol.messages import (
             REQUESTS,
             Hello,
             Refused,

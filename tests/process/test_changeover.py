@@ -23,12 +23,12 @@ from tests.places import Places
 from tests.processes import Store, daemon_log, end, wait_for
 from tests.publishing import content, head, manifest, offered, slab
 from wcache.config import Config, LayoutSection
-from wcache.control import Control, RefusedError
 from wcache.daemon.roles import Record, Roles
 from wcache.errors import TryAgainError, WcacheError
 from wcache.fingerprint import held_from
 from wcache.memory.memfd import create_sealed
-from wcache.protocol import (
+from wcache.protocol.control import Control, RefusedError
+from wcache.protocol.messages import (
     AskLoad,
     Leased,
     LoadFailed,
@@ -40,8 +40,8 @@ from wcache.protocol import (
     StoreAgain,
     Stored,
 )
+from wcache.protocol.wire import close_all
 from wcache.state import RankState
-from wcache.wire import close_all
 
 pytestmark = pytest.mark.process
 

@@ -15,11 +15,11 @@ from tests.processes import PATIENCE_S, Store, daemon_log, end, start_daemon, wa
 from tests.publishing import FINGERPRINT, content, head, manifest, offered, publish
 from wcache import manifest as manifests
 from wcache.config import Config, LayoutSection, ModelSection
-from wcache.control import Control, receive_reply
 from wcache.daemon.refusals import BURST
 from wcache.errors import MismatchError, NoSuchRankError, NotReadyError, TryAgainError, WcacheError
 from wcache.memory.memfd import create_sealed
-from wcache.protocol import (
+from wcache.protocol.control import Control, receive_reply
+from wcache.protocol.messages import (
     AskLoad,
     Attach,
     Attached,
@@ -34,9 +34,9 @@ from wcache.protocol import (
     StoreAgain,
     Stored,
 )
+from wcache.protocol.wire import close_all
 from wcache.ranks import ask, ask_when_back
 from wcache.state import RankState
-from wcache.wire import close_all
 
 pytestmark = pytest.mark.process
 

@@ -19,7 +19,7 @@ from tests.places import Places
 from tests.processes import wait_for
 from wcache.errors import NoSuchRankError
 from wcache.paths import InstancePaths
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 from wcache.ranks import ask
 from wcache.state import RankState
 

@@ -16,9 +16,9 @@ from tests.places import Places, publish_config
 from tests.processes import Store, end, open_files, settled_files, wait_for
 from tests.reclaiming import WEIGHTS, Loss
 from wcache.client import Attachment
-from wcache.control import Control
 from wcache.errors import NotReadyError, TryAgainError, WcacheError
-from wcache.protocol import (
+from wcache.protocol.control import Control
+from wcache.protocol.messages import (
     AskAgain,
     AskLoad,
     Checked,
@@ -31,9 +31,9 @@ from wcache.protocol import (
     Published,
     Renew,
 )
+from wcache.protocol.wire import close_all
 from wcache.served import read_served
 from wcache.state import RankState
-from wcache.wire import close_all
 
 pytestmark = pytest.mark.process
 

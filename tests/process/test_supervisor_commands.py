@@ -12,7 +12,7 @@ from tests.users import without_privileges
 from wcache.config import LayoutSection
 from wcache.errors import ExitCode, NoPermissionError, WcacheError
 from wcache.paths import InstancePaths
-from wcache.protocol import MAX_FRAME_BYTES
+from wcache.protocol.messages import MAX_FRAME_BYTES
 from wcache.supervise import supervisor_for
 from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import UnitReport

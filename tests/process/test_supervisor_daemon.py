@@ -12,9 +12,9 @@ import pytest
 from tests.places import Places, publish_config
 from tests.processes import wait_for
 from tests.publishing import publish
-from wcache.control import Control
 from wcache.errors import WcacheError
-from wcache.protocol import AskReport, Attach, Attached, Report, StoreAgain, Stored
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskReport, Attach, Attached, Report, StoreAgain, Stored
 from wcache.supervise.direct.client import DirectSupervisor
 
 pytestmark = pytest.mark.process

@@ -20,11 +20,11 @@ from tests.damage import Damage, publish_damaged
 from tests.places import Places
 from tests.processes import PATIENCE_S
 from wcache.config import load_config
-from wcache.control import Control
 from wcache.errors import ExitCode, MismatchError
 from wcache.manifest import Manifest
 from wcache.paths import RankPaths
-from wcache.protocol import AskLoad, LoadOrder, NothingToLoad, Report
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskLoad, LoadOrder, NothingToLoad, Report
 from wcache.ranks import ask
 from wcache.verify import Depth, Result, Verification, Verifier
 from wcache.verify.held import held

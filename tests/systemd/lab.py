@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wcache.control import SilentDaemonError
 from wcache.paths import InstancePaths, RankId
-from wcache.protocol import Report
+from wcache.protocol.control import SilentDaemonError
+from wcache.protocol.messages import Report
 from wcache.ranks import ask
 
 CHECKOUT = Path(__file__).parent.parent.parent

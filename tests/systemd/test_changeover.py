@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoints import llama_tensors, write_checkpoint
 from tests.processes import wait_for
 from tests.systemd.lab import Lab, daemon, engine
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 
 pytestmark = pytest.mark.systemd
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.processes import wait_for
 from tests.systemd.lab import PYTHON, SOURCE, Engine, Lab, daemon, engine, loader
-from wcache.reports import GenerationReport
+from wcache.protocol.reports import GenerationReport
 
 pytestmark = pytest.mark.systemd
 

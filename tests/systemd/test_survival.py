@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes import wait_for
 from tests.systemd.lab import Engine, Lab, daemon, engine, loader
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 
 pytestmark = pytest.mark.systemd
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.processes import wait_for
 from tests.systemd.lab import PYTHON, SOURCE, Done, Lab, daemon, engine, loader
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 
 pytestmark = pytest.mark.systemd
 

@@ -7,8 +7,8 @@ import pytest
 
 from wcache.config import AccessSection
 from wcache.daemon.access import group_of, may, may_command, socket_mode
-from wcache.protocol import Role
-from wcache.wire import Credentials
+from wcache.protocol.messages import Role
+from wcache.protocol.wire import Credentials
 
 pytestmark = pytest.mark.unit
 

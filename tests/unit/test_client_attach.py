@@ -22,7 +22,6 @@ from tests.tiny_daemon import Question, TinyDaemon
 from tests.weights import FINGERPRINT, Holder, cached
 from wcache import manifest as manifests
 from wcache.client import attach
-from wcache.control import SilentDaemonError, own_command
 from wcache.difference import Difference
 from wcache.errors import (
     ManifestError,
@@ -39,7 +38,8 @@ from wcache.manifest import Manifest, SlabInfo
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.memfd import create_sealed
 from wcache.memory.slab import Access
-from wcache.protocol import MAX_TEXT, Refused, Reply
+from wcache.protocol.control import SilentDaemonError, own_command
+from wcache.protocol.messages import MAX_TEXT, Refused, Reply
 
 pytestmark = pytest.mark.unit
 

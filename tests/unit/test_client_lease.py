@@ -19,9 +19,9 @@ from tests.processes import PATIENCE_S, end, wait_for
 from tests.tiny_daemon import Question, TinyDaemon, gone
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import Lease
-from wcache.control import Control
 from wcache.manifest import SlabInfo
-from wcache.protocol import Leased, Offer, Offered, OfferWanted, Refused, Renew, Reply
+from wcache.protocol.control import Control
+from wcache.protocol.messages import Leased, Offer, Offered, OfferWanted, Refused, Renew, Reply
 
 pytestmark = pytest.mark.unit
 
@@ -276,7 +276,7 @@ _HOLD_AND_FORK = """
 import os, sys, time
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import Lease
-from wcache.control import Control
+from wcache.protocol.control import Control
 from wcache.paths import RankId, RankPaths
 assert "torch" not in sys.modules
 paths = RankPaths.of(RankId("", 0))
@@ -310,7 +310,7 @@ def test_lease_ends_with_its_process_though_a_forked_child_lives(daemon: TinyDae
 _HOLD_AND_EXIT = """
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import Lease
-from wcache.control import Control
+from wcache.protocol.control import Control
 from wcache.paths import RankId, RankPaths
 paths = RankPaths.of(RankId("", 0))
 lease = Lease(paths, Control.connect(paths, "client"), "sha256:0")

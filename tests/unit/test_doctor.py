@@ -21,7 +21,6 @@ from tests.users import NOBODY, without_privileges
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import AccessSection, Config, LayoutSection, MemorySection, ModelSection
 from wcache.daemon.ready import Ready
-from wcache.devices import Gpu
 from wcache.difference import Difference
 from wcache.doctor import (
     CHECKS,
@@ -42,9 +41,10 @@ from wcache.doctor import gpu as gpu_checks
 from wcache.errors import NoPermissionError, TryAgainError, WcacheError
 from wcache.fingerprint import Fingerprint
 from wcache.install import Target, install, plan
-from wcache.protocol import Report
+from wcache.machine.devices import Gpu
+from wcache.protocol.messages import Report
+from wcache.protocol.reports import GenerationReport, LeaseReport, ProgressReport
 from wcache.ranks import RankView
-from wcache.reports import GenerationReport, LeaseReport, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.interface import Supervisor, UnitReport
@@ -975,7 +975,7 @@ def test_a_gpu_that_two_instances_name_is_said(evidence: Make, on_gpu: Config) -
 
 
 def test_bindings_are_asked_for_only_where_there_are_gpus(evidence: Make, on_gpu: Config) -> None:
-    from wcache.devices import gpus
+    from wcache.machine.devices import gpus
 
     assert results(gpu_checks.check_bindings, evidence()) == []
     if not gpus():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import wcache
-from wcache.interpreter import needed_paths, needs_pythonpath, problems
+from wcache.machine.interpreter import needed_paths, needs_pythonpath, problems
 
 pytestmark = pytest.mark.unit
 

@@ -35,7 +35,7 @@ from wcache.load.placement import plan
 from wcache.load.report import failure_told
 from wcache.manifest import Manifest
 from wcache.paths import RankId
-from wcache.protocol import LoadOrder
+from wcache.protocol.messages import LoadOrder
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit

@@ -20,7 +20,6 @@ from tests.loading import EMBEDDING, Daemon, manifest_of, tensors_of
 from tests.places import Places
 from wcache.checkpoint import identify, open_checkpoint
 from wcache.config import Config, LayoutSection, MemorySection, ModelSection
-from wcache.control import Channel
 from wcache.errors import (
     CheckpointError,
     ExitCode,
@@ -35,7 +34,8 @@ from wcache.load.publish import digested
 from wcache.load.report import ProgressReport, failure_told
 from wcache.memory.digest import digest
 from wcache.paths import RankId
-from wcache.protocol import LoadOrder, Request, Welcome
+from wcache.protocol.control import Channel
+from wcache.protocol.messages import LoadOrder, Request, Welcome
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import pytest
 from wcache.daemon import words
 from wcache.daemon.load import Load
 from wcache.paths import RankId
-from wcache.protocol import LoadFailed, Progress
+from wcache.protocol.messages import LoadFailed, Progress
 
 pytestmark = pytest.mark.unit
 

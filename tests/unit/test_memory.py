@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.processes import end, wait_for
-from wcache import devices
 from wcache.errors import OutOfMemoryError, UsageError, WcacheError
+from wcache.machine import devices
 from wcache.manifest import SlabInfo, SlabKind
 from wcache.memory import driver, open_memory
 from wcache.memory.descriptor import check_descriptor

@@ -2,9 +2,9 @@
 
 import pytest
 
-from wcache import devices
-from wcache.devices import Gpu, gpu, gpus, processes, select, visible_gpus
 from wcache.errors import WcacheError
+from wcache.machine import devices
+from wcache.machine.devices import Gpu, gpu, gpus, processes, select, visible_gpus
 from wcache.memory import driver, open_memory
 
 pytestmark = pytest.mark.unit

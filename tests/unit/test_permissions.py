@@ -9,7 +9,7 @@ import pytest
 
 from tests.places import Places
 from tests.users import NOBODY, without_privileges
-from wcache.permissions import as_root, who_may
+from wcache.machine.permissions import as_root, who_may
 
 pytestmark = pytest.mark.unit
 

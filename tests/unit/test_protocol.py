@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wcache.errors import ProtocolError
-from wcache.protocol import (
+from wcache.protocol.messages import (
     MAX_FRAME_BYTES,
     REPLIES,
     REQUESTS,

@@ -7,7 +7,7 @@ from tests.cli.views import config, serving
 from tests.places import Places
 from wcache.daemon.ready import Announcement, Ready
 from wcache.paths import RankPaths
-from wcache.reports import GenerationReport
+from wcache.protocol.reports import GenerationReport
 
 pytestmark = pytest.mark.unit
 

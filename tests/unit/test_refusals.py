@@ -6,8 +6,8 @@ import pytest
 
 from wcache.daemon.refusals import BURST, MAX_DIFFERENCES, MAX_TEXT, PERIOD_S, Refusals
 from wcache.difference import Difference
-from wcache.protocol import Refused
-from wcache.reports import LeaseReport
+from wcache.protocol.messages import Refused
+from wcache.protocol.reports import LeaseReport
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import pytest
 import wcache
 from tests.cli.views import config, report
 from wcache.fingerprint import held_from
-from wcache.protocol import Report
+from wcache.protocol.messages import Report
 from wcache.ranks import RankView
 from wcache.rollout.renewal import obstacle, outdated
 from wcache.supervise.interface import UnitReport

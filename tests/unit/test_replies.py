@@ -9,8 +9,8 @@ import wcache
 from tests.cli.views import config, report
 from wcache.errors import ProtocolError
 from wcache.fingerprint import held_from, wanted_by
-from wcache.protocol import MAX_FRAME_BYTES, Attached, Refused, Report
-from wcache.replies import decode_reply, is_unknown
+from wcache.protocol.messages import MAX_FRAME_BYTES, Attached, Refused, Report
+from wcache.protocol.replies import decode_reply, is_unknown
 
 pytestmark = pytest.mark.unit
 

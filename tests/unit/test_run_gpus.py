@@ -5,9 +5,9 @@ import pytest
 from tests.places import Places
 from wcache.commands.run import _gpus_shown
 from wcache.config import Config, LayoutSection, MemorySection, ModelSection, save_config
-from wcache.devices import Gpu
 from wcache.engines.interface import Wish
 from wcache.errors import UsageError
+from wcache.machine.devices import Gpu
 from wcache.output import Output
 from wcache.paths import InstancePaths
 from wcache.run.gpus import shown
@@ -70,7 +70,7 @@ def test_a_gpu_that_is_gone_is_left_to_the_engine() -> None:
 def configured(places: Places, monkeypatch: pytest.MonkeyPatch) -> InstancePaths:
     """An instance whose two ranks are on the second GPU and the first one."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("wcache.devices.gpus", lambda: GPUS)
+    monkeypatch.setattr("wcache.machine.devices.gpus", lambda: GPUS)
     paths = InstancePaths.of("")
     memory = MemorySection(device="cuda", devices=("GPU-b", "GPU-a"))
     config = Config(

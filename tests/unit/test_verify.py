@@ -11,15 +11,15 @@ import torch
 
 from tests.checkpoints import write_llama
 from tests.loading import Daemon
-from wcache import devices
 from wcache.config import Config, MemorySection, ModelSection
 from wcache.daemon.generation import Generation
 from wcache.errors import CheckpointError, ExitCode, OutOfMemoryError
 from wcache.load import job
+from wcache.machine import devices
 from wcache.manifest import Manifest, SlabInfo, Storage
 from wcache.memory import driver
 from wcache.paths import RankId
-from wcache.protocol import Attached, LoadOrder
+from wcache.protocol.messages import Attached, LoadOrder
 from wcache.verify import Result, Verification, digests
 from wcache.verify.fresh import Fresh
 from wcache.verify.held import Held, check_context, gpu_room, mapped

@@ -23,7 +23,7 @@ from wcache.manifest import ShardIdentity
 from wcache.memory.host import HostMemory
 from wcache.memory.slab import Slab
 from wcache.paths import RankId
-from wcache.protocol import LoadOrder
+from wcache.protocol.messages import LoadOrder
 
 pytestmark = pytest.mark.unit
 

@@ -16,7 +16,7 @@ from wcache.engines.vllm import obtain as module
 from wcache.engines.vllm.obtain import obtain, settled
 from wcache.engines.vllm.wanted import Wanted
 from wcache.errors import NoSuchRankError
-from wcache.protocol import AskLoad, Attach, Refused, Reply
+from wcache.protocol.messages import AskLoad, Attach, Refused, Reply
 
 # One that waits where it should not waits for ever here.
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]

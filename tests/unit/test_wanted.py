@@ -3,7 +3,7 @@
 import pytest
 
 from wcache.config import Config
-from wcache.devices import Gpu
+from wcache.machine.devices import Gpu
 from wcache.rollout.wanted import Args, from_model
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wcache.errors import CheckpointError, ExitCode
-from wcache.permissions import who_may
+from wcache.machine.permissions import who_may
 
 MAX_DOCUMENT_BYTES = 100_000_000
 """The bound that safetensors sets for its header (its MAX_HEADER_SIZE)."""

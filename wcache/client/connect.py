@@ -7,13 +7,6 @@ from wcache.client.attachment import Attachment
 from wcache.client.collector import collector_paused
 from wcache.client.descriptors import MappedDescriptors
 from wcache.client.lease import FIRST_PAUSE_S, LONGEST_PAUSE_S, Lease
-from wcache.control import (
-    COMES_BACK_S,
-    DEFAULT_TIMEOUT_S,
-    Control,
-    EndedDaemonError,
-    SilentDaemonError,
-)
 from wcache.difference import Difference
 from wcache.errors import (
     ManifestError,
@@ -31,8 +24,15 @@ from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Mapping, Slab
 from wcache.paths import RankId, RankPaths, rank_meant
-from wcache.protocol import Attach, Attached, Refused
-from wcache.wire import close_all
+from wcache.protocol.control import (
+    COMES_BACK_S,
+    DEFAULT_TIMEOUT_S,
+    Control,
+    EndedDaemonError,
+    SilentDaemonError,
+)
+from wcache.protocol.messages import Attach, Attached, Refused
+from wcache.protocol.wire import close_all
 
 _DIFFERENCES_TOLD = 5
 

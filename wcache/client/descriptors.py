@@ -5,7 +5,7 @@ import resource
 from collections.abc import Sequence
 
 from wcache.manifest import SlabInfo
-from wcache.wire import close_all
+from wcache.protocol.wire import close_all
 
 log = logging.getLogger(__name__)
 

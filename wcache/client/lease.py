@@ -7,10 +7,10 @@ import threading
 import weakref
 
 from wcache.client.descriptors import MappedDescriptors
-from wcache.control import Control
 from wcache.errors import NotReadyError, ProtocolError, WcacheError
 from wcache.paths import RankPaths
-from wcache.protocol import Leased, Message, Offer, Offered, OfferWanted, Refused, Renew
+from wcache.protocol.control import Control
+from wcache.protocol.messages import Leased, Message, Offer, Offered, OfferWanted, Refused, Renew
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from wcache.ranks import RankView
 from wcache.units import size
 
 if TYPE_CHECKING:
-    from wcache.devices import Gpu
     from wcache.holdings import Holding
+    from wcache.machine.devices import Gpu
 
 
 class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +43,8 @@ def gpus_of(
     if not _any(views, config):
         return ()
     # Most instances are on one kind of device, and a status is to be quick.
-    from wcache import devices
     from wcache.holdings import Others
+    from wcache.machine import devices
 
     found = rows(instance.instance, views, config)
     try:

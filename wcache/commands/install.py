@@ -11,7 +11,7 @@ from wcache.commands.options import QuietOption
 from wcache.errors import ExitCode, NoPermissionError, WcacheError
 from wcache.install import Change, Planned, Target, plan, version_below
 from wcache.install import install as install_files
-from wcache.interpreter import needed_paths, needs_pythonpath, problems
+from wcache.machine.interpreter import needed_paths, needs_pythonpath, problems
 from wcache.output import Output
 
 UserOption = Annotated[

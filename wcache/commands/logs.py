@@ -16,9 +16,9 @@ import typer
 from wcache.commands.log_entry import UNKNOWN_LEVEL, LogEntry, from_file, from_journal
 from wcache.commands.options import InstanceOption
 from wcache.errors import NoPermissionError, UsageError, WcacheError
+from wcache.machine.permissions import who_may
 from wcache.output import one_line
 from wcache.paths import InstancePaths, RankId
-from wcache.permissions import who_may
 from wcache.ranks import chosen, known_ranks, select
 from wcache.streams import put
 

@@ -15,8 +15,8 @@ from wcache.fingerprint import Fingerprint
 from wcache.hints import PUBLISHED_AFTER_DOWN
 from wcache.output import Table
 from wcache.paths import InstancePaths
+from wcache.protocol.reports import GenerationRole, How, ProgressReport
 from wcache.ranks import RankView, read_config, told_together, view
-from wcache.reports import GenerationRole, How, ProgressReport
 from wcache.state import RankState
 from wcache.supervise.interface import Supervisor
 from wcache.units import duration, size

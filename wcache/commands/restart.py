@@ -9,7 +9,6 @@ import typer
 
 from wcache.commands.options import InstanceOption, QuietOption, RankArguments
 from wcache.config import Config
-from wcache.control import Control
 from wcache.errors import (
     ConfigError,
     ExitCode,
@@ -19,7 +18,8 @@ from wcache.errors import (
 )
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
-from wcache.protocol import StoreAgain, Stored
+from wcache.protocol.control import Control
+from wcache.protocol.messages import StoreAgain, Stored
 from wcache.ranks import RankView, chosen, not_up, rank_words, read_config, select, view
 from wcache.rollout.lock import hold
 from wcache.rollout.renewal import renew

@@ -15,7 +15,7 @@ from wcache.errors import NotReadyError, WcacheError
 from wcache.fingerprint import compare, wanted_by
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
+from wcache.protocol.messages import Release, Released, Stage, Staged, Switch, Switched
 from wcache.ranks import RankView, chosen, rank_words, view
 from wcache.rollout import orders, previous
 from wcache.rollout.lock import hold

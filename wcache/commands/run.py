@@ -92,7 +92,7 @@ def _run(
     from wcache.engines.orders import Orders
     from wcache.engines.wrappers import find_engine, unadapted
     from wcache.notify import Notifier
-    from wcache.protocol import MAX_TEXT
+    from wcache.protocol.messages import MAX_TEXT
     from wcache.run.session import Listeners, Plan, extend_start
     from wcache.run.session import run as run_engine
     from wcache.switches import without_secrets
@@ -164,7 +164,7 @@ def _gpus_shown(paths: InstancePaths, wish: "Wish", out: Output, *, strict: bool
         return {}  # the engine finds out, and does as it was ordered then
     if config is None or not config.memory.devices or wish.ranks != config.ranks.world_size:
         return {}  # nothing there fits it: it is not to be kept from its own GPUs
-    from wcache.devices import gpus
+    from wcache.machine.devices import gpus
     from wcache.run.gpus import shown
 
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from wcache import devices
 from wcache.checkpoint import Checkpoint, Identity, IdentityCache
 from wcache.checkpoint.document import parse_object, read_document
 from wcache.config import Config
@@ -21,6 +20,7 @@ from wcache.errors import (
     WcacheError,
 )
 from wcache.fingerprint import Fingerprint
+from wcache.machine import devices
 from wcache.output import Output, counted
 from wcache.paths import InstancePaths
 from wcache.ranks import ask, known_ranks, not_up, read_config

@@ -17,9 +17,9 @@ from wcache.commands.options import (
 from wcache.commands.overview import collect, problem_lines, tables
 from wcache.config import Device, DType, Loader, Quantization
 from wcache.errors import ExitCode, NotReadyError, UsageError
+from wcache.machine.permissions import may_exist
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.permissions import may_exist
 from wcache.ranks import told_together
 from wcache.rollout.lock import hold
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wcache import open_files
 from wcache.commands.options import InstanceOption, JsonOption, QuietOption, RankArguments
 from wcache.errors import ConfigError, ExitCode, NoSuchRankError, NotReadyError, UsageError
+from wcache.machine import open_files
 from wcache.output import Output, Table
 from wcache.ranks import chosen, not_up, read_config, select
 

@@ -8,7 +8,6 @@ import sys
 import time
 from types import FrameType
 
-from wcache import open_files
 from wcache.daemon import ready
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.handover import take_over
@@ -16,6 +15,7 @@ from wcache.daemon.rank import Rank
 from wcache.daemon.server import Server
 from wcache.errors import ExitCode, WcacheError
 from wcache.log import setup_logging
+from wcache.machine import open_files
 from wcache.notify import Notifier
 from wcache.paths import InstancePaths, RankId, RankPaths
 

@@ -4,8 +4,8 @@ import grp
 import os
 
 from wcache.config import AccessSection
-from wcache.protocol import Role
-from wcache.wire import Credentials
+from wcache.protocol.messages import Role
+from wcache.protocol.wire import Credentials
 
 
 def may(peer: Credentials, access: AccessSection, role: Role) -> bool:

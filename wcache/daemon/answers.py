@@ -7,8 +7,8 @@ from wcache.daemon.load import Load
 from wcache.difference import Difference
 from wcache.hints import OTHER_PUBLISHED
 from wcache.paths import RankId
-from wcache.protocol import AskLoad, NothingToLoad, Refused
-from wcache.reports import LeaseReport
+from wcache.protocol.messages import AskLoad, NothingToLoad, Refused
+from wcache.protocol.reports import LeaseReport
 from wcache.state import RankState, loads
 
 

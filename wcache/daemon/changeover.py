@@ -10,7 +10,7 @@ from wcache.daemon.load import Load
 from wcache.errors import ConfigError
 from wcache.fingerprint import wanted_by
 from wcache.paths import RankId
-from wcache.protocol import (
+from wcache.protocol.messages import (
     AskLoad,
     NothingToLoad,
     Refused,
@@ -21,7 +21,7 @@ from wcache.protocol import (
     Switch,
     Switched,
 )
-from wcache.reports import LeaseReport
+from wcache.protocol.reports import LeaseReport
 
 log = logging.getLogger(__name__)
 

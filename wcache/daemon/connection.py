@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from wcache.errors import ProtocolError
-from wcache.protocol import (
+from wcache.protocol.messages import (
     MAX_FDS_PER_FRAME,
     MAX_FDS_PER_TRANSFER,
     Descriptors,
@@ -17,7 +17,7 @@ from wcache.protocol import (
     Hello,
     encode_frame,
 )
-from wcache.wire import Credentials, close_all, peer_credentials, receive, send
+from wcache.protocol.wire import Credentials, close_all, peer_credentials, receive, send
 
 # A peer that does not read its answers is cut off here: 4,096 descriptor frames fit many times.
 MAX_QUEUED_BYTES = 8 << 20

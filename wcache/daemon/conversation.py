@@ -7,7 +7,7 @@ from wcache.daemon.connection import Connection
 from wcache.daemon.rank import Rank
 from wcache.daemon.refusals import Refusals
 from wcache.paths import RankId
-from wcache.protocol import (
+from wcache.protocol.messages import (
     PROTOCOL_VERSION,
     AskLoad,
     AskReport,
@@ -31,8 +31,8 @@ from wcache.protocol import (
     Switch,
     Welcome,
 )
-from wcache.reports import LeaseReport
-from wcache.wire import close_all
+from wcache.protocol.reports import LeaseReport
+from wcache.protocol.wire import close_all
 
 MAX_COMMAND = 160
 

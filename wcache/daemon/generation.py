@@ -15,10 +15,10 @@ from wcache.fingerprint import Fingerprint, compare
 from wcache.manifest import MAX_MANIFEST_BYTES, SlabInfo
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
-from wcache.protocol import MAX_FDS_PER_TRANSFER
-from wcache.reports import GenerationReport, GenerationRole, How
+from wcache.protocol.messages import MAX_FDS_PER_TRANSFER
+from wcache.protocol.reports import GenerationReport, GenerationRole, How
+from wcache.protocol.wire import close_all
 from wcache.units import size
-from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
 

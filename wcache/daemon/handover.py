@@ -5,7 +5,7 @@ import os
 import re
 import stat
 
-from wcache.wire import close_all
+from wcache.protocol.wire import close_all
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from wcache.daemon.safekeeping import Safekeeping
 from wcache.errors import ProtocolError
 from wcache.fingerprint import Fingerprint, compare, wanted_by
 from wcache.notify import Notifier
-from wcache.reports import FreedReport, GenerationReport, GenerationRole
+from wcache.protocol.reports import FreedReport, GenerationReport, GenerationRole
 from wcache.units import size
 
 log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from wcache.protocol import Progress
-from wcache.reports import How, ProgressReport
+from wcache.protocol.messages import Progress
+from wcache.protocol.reports import How, ProgressReport
 from wcache.units import size
 
 MAX_PHASE = 32

@@ -23,7 +23,7 @@ from wcache.errors import ManifestError, ProtocolError
 from wcache.fingerprint import Fingerprint, compare
 from wcache.notify import Notifier
 from wcache.paths import RankPaths
-from wcache.protocol import (
+from wcache.protocol.messages import (
     AskAgain,
     AskLoad,
     Attach,
@@ -46,9 +46,9 @@ from wcache.protocol import (
     Staged,
     Stored,
 )
-from wcache.reports import How, LeaseReport
+from wcache.protocol.reports import How, LeaseReport
+from wcache.protocol.wire import close_all
 from wcache.state import RankEvent, RankState, advance, serves
-from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from wcache.config import write_file
 from wcache.paths import RankPaths
-from wcache.reports import GenerationReport, How
+from wcache.protocol.reports import GenerationReport, How
 
 log = logging.getLogger(__name__)
 

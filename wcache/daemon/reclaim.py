@@ -11,7 +11,7 @@ from wcache.daemon.generation import Generation, accept, check_is_wanted
 from wcache.errors import ManifestError, ProtocolError, WcacheError
 from wcache.fingerprint import Fingerprint, compare
 from wcache.paths import RankId
-from wcache.protocol import (
+from wcache.protocol.messages import (
     AskAgain,
     AskLoad,
     CheckOrder,
@@ -21,9 +21,9 @@ from wcache.protocol import (
     Refused,
     Renew,
 )
-from wcache.reports import LeaseReport
+from wcache.protocol.reports import LeaseReport
+from wcache.protocol.wire import close_all
 from wcache.served import Served, may_live, read_served, some_of, write_served
-from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from wcache.difference import Difference
-from wcache.protocol import Refused
-from wcache.reports import LeaseReport
+from wcache.protocol.messages import Refused
+from wcache.protocol.reports import LeaseReport
 
 log = logging.getLogger(__name__)
 

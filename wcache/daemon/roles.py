@@ -8,7 +8,7 @@ import msgspec
 from wcache.config import AccessSection, Config
 from wcache.errors import ProtocolError
 from wcache.memory.memfd import create_sealed, read_sealed
-from wcache.wire import close_all
+from wcache.protocol.wire import close_all
 
 log = logging.getLogger(__name__)
 

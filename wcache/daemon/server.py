@@ -15,8 +15,8 @@ from wcache.daemon.rank import Rank
 from wcache.daemon.refusals import Refusals
 from wcache.errors import ProtocolError, TryAgainError
 from wcache.paths import RankPaths, check_socket_path
-from wcache.protocol import REQUESTS, Refused, decode_body
-from wcache.socket_file import SocketFile
+from wcache.protocol.messages import REQUESTS, Refused, decode_body
+from wcache.protocol.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 

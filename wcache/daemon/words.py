@@ -7,8 +7,8 @@ from wcache.daemon.holdings import Holdings
 from wcache.daemon.load import Load
 from wcache.hints import for_instance
 from wcache.paths import RankId
-from wcache.protocol import LoadFailed
-from wcache.reports import LeaseReport
+from wcache.protocol.messages import LoadFailed
+from wcache.protocol.reports import LeaseReport
 from wcache.units import size
 
 

@@ -7,14 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from wcache import devices, gate
+from wcache import gate
 from wcache.checkpoint import Checkpoint, Identity, identify, open_checkpoint
 from wcache.config import Config
-from wcache.devices import Gpu
 from wcache.errors import CheckpointError, ConfigError, NoPermissionError, WcacheError
 from wcache.install import Target
+from wcache.machine import devices
+from wcache.machine.devices import Gpu
+from wcache.machine.permissions import who_may
 from wcache.paths import InstancePaths
-from wcache.permissions import who_may
 from wcache.ranks import RankView, known_ranks, read_config, view
 from wcache.supervise.direct.client import DirectSupervisor
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks

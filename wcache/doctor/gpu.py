@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from wcache.devices import Gpu
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.errors import WcacheError
+from wcache.machine.devices import Gpu
 from wcache.memory import driver
 
 BINDINGS = "cuda-bindings"

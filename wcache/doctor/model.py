@@ -12,8 +12,8 @@ from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import look_again, unseen
 from wcache.errors import CheckpointError, ExitCode
+from wcache.machine.permissions import may_exist, who_may
 from wcache.output import counted
-from wcache.permissions import may_exist, who_may
 from wcache.ranks import rank_words
 from wcache.units import duration
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import msgspec
 
 import wcache
-from wcache.control import SilentDaemonError, connect_socket
 from wcache.daemon.ready import Ready
 from wcache.difference import brief
 from wcache.doctor.evidence import Evidence
@@ -14,9 +13,10 @@ from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import INSIDE, look_again, unseen
 from wcache.errors import NoPermissionError, NoSuchRankError, UsageError, WcacheError
 from wcache.hints import PUBLISHED_AFTER_DOWN
+from wcache.machine.permissions import who_may
 from wcache.output import counted
 from wcache.paths import InstancePaths, RankId, RankPaths
-from wcache.permissions import who_may
+from wcache.protocol.control import SilentDaemonError, connect_socket
 from wcache.ranks import RankView, rank_words
 from wcache.rollout.renewal import outdated
 from wcache.supervise.direct.client import IN_FOREGROUND, is_in_background

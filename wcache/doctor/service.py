@@ -13,7 +13,7 @@ from wcache.doctor.evidence import Evidence, Manager
 from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import INSIDE, unseen
 from wcache.install import Planned, is_ours, read_installed
-from wcache.permissions import who_may
+from wcache.machine.permissions import who_may
 from wcache.ranks import rank_words
 from wcache.supervise.systemd.manager import DAEMON
 

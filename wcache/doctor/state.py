@@ -10,8 +10,8 @@ from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, fail, ok, warn
 from wcache.doctor.unseen import INSIDE
 from wcache.kept import KeptFolder
+from wcache.machine.permissions import who_may
 from wcache.paths import InstancePaths
-from wcache.permissions import who_may
 
 ELSEWHERE = "set WCACHE_STATE_DIR to a folder of yours"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from wcache.doctor.evidence import Evidence
 from wcache.doctor.finding import Finding, warn
-from wcache.permissions import as_root, who_may
+from wcache.machine.permissions import as_root, who_may
 
 INSIDE = os.R_OK | os.X_OK
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from wcache.control import COMMAND
 from wcache.errors import UsageError
+from wcache.protocol.control import COMMAND
 
 INSTANCE = "WCACHE_INSTANCE"
 ON_MISMATCH = "WCACHE_ON_MISMATCH"

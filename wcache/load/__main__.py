@@ -6,10 +6,10 @@ import os
 import sys
 from typing import NoReturn
 
-from wcache import open_files
 from wcache.errors import ExitCode, UsageError, WcacheError
 from wcache.load.job import run
 from wcache.log import setup_logging
+from wcache.machine import open_files
 from wcache.paths import RankId
 
 log = logging.getLogger("wcache.load")

@@ -9,7 +9,7 @@ from wcache.memory import open_memory
 from wcache.memory.descriptor import check_descriptor
 from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Slab
-from wcache.protocol import CheckOrder
+from wcache.protocol.messages import CheckOrder
 from wcache.units import size
 
 _MAX_NAMED = 5

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from wcache import fp8, gate
 from wcache.checkpoint import Checkpoint, Identity, IdentityCache, open_checkpoint
 from wcache.config import Config
-from wcache.control import Control
 from wcache.errors import CheckpointError, NoSuchRankError, TryAgainError, WcacheError
 from wcache.fingerprint import Fingerprint, digest_of, held_from
 from wcache.load.architectures import Architectures
@@ -30,7 +29,8 @@ from wcache.load.report import Conversation, Inquiry, ProgressReport, failure_to
 from wcache.manifest import Manifest, Storage, Tensor
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import InstancePaths, RankId, RankPaths
-from wcache.protocol import (
+from wcache.protocol.control import Control
+from wcache.protocol.messages import (
     LoadOrder,
     NothingToLoad,
 )

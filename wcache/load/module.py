@@ -11,7 +11,6 @@ import torch
 
 from wcache import switches as switch_table
 from wcache.config import Config
-from wcache.control import Control
 from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint, held_from
 from wcache.load.harvest import Harvest, harvest, quantization_of
@@ -29,7 +28,8 @@ from wcache.manifest import Manifest, Storage
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import RankId, RankPaths, rank_meant
-from wcache.protocol import NothingToLoad
+from wcache.protocol.control import Control
+from wcache.protocol.messages import NothingToLoad
 
 # The bytes of these as JSON; a manifest is read whole by every client.
 MAX_EXTRAS_BYTES = 16 << 20

@@ -7,7 +7,7 @@ from wcache.checkpoint import Checkpoint, Identity
 from wcache.config import Config
 from wcache.errors import CheckpointError, ProtocolError
 from wcache.load.report import Inquiry, ProgressReport, failure_told
-from wcache.protocol import (
+from wcache.protocol.messages import (
     MAX_TEXT,
     AskAgain,
     AskLoad,
@@ -19,7 +19,7 @@ from wcache.protocol import (
     NothingToLoad,
     Published,
 )
-from wcache.wire import close_all
+from wcache.protocol.wire import close_all
 
 PUBLISH_S = 300.0
 """How long a daemon may take to accept weights: it checks every descriptor, and waits for its

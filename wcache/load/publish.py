@@ -14,7 +14,7 @@ from wcache.manifest import Manifest, Storage
 from wcache.memory import open_memory
 from wcache.memory.memfd import create_sealed
 from wcache.memory.slab import Memory, Slab, slab_sizes
-from wcache.protocol import MAX_FDS_PER_TRANSFER, Publish, Published
+from wcache.protocol.messages import MAX_FDS_PER_TRANSFER, Publish, Published
 from wcache.units import size
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 from wcache.errors import WcacheError
-from wcache.protocol import MAX_TEXT, LoadFailed, Message, Progress, Request
+from wcache.protocol.messages import MAX_TEXT, LoadFailed, Message, Progress, Request
 
 INTERVAL_S = 0.1
 
@@ -14,7 +14,7 @@ R = TypeVar("R", bound=Message)
 
 
 class Conversation(Protocol):
-    """What a load needs of :class:`wcache.control.Control`."""
+    """What a load needs of :class:`wcache.protocol.control.Control`."""
 
     def request(self, message: Request, kind: type[R], fds: list[int] = ...) -> R:
         """Sends ``message`` with ``fds`` and returns its answer."""

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from wcache import devices
 from wcache.errors import OutOfMemoryError, WcacheError
+from wcache.machine import devices
 from wcache.manifest import SlabInfo
 from wcache.memory import driver
 from wcache.memory.descriptor import SLAB_GRANULARITY

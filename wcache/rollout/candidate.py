@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import msgspec
 
-from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.config import Config
 from wcache.errors import MismatchError, UsageError, WcacheError
+from wcache.machine import devices
 from wcache.paths import InstancePaths
 from wcache.rollout import previous as previous_config
 from wcache.rollout.wanted import Args, Wanted, from_config, from_model

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 
 from wcache.errors import NoPermissionError, TryAgainError, WcacheError
+from wcache.machine.permissions import check_folder
 from wcache.paths import InstancePaths
-from wcache.permissions import check_folder
 
 DOWN = "wcache down"
 """The command that frees weights, and not for others in their place."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from wcache.control import Control
 from wcache.errors import NoSuchRankError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths, RankPaths
-from wcache.protocol import Message, Request
+from wcache.protocol.control import Control
+from wcache.protocol.messages import Message, Request
 
 # A daemon that was killed is back well within this time.
 PATIENCE_S = 30.0

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from wcache.config import Config
 from wcache.errors import WcacheError
 from wcache.paths import InstancePaths
-from wcache.protocol import Release, Released, Stage, Staged, Switch, Switched
+from wcache.protocol.messages import Release, Released, Stage, Staged, Switch, Switched
 from wcache.ranks import view
 from wcache.rollout import orders
 from wcache.supervise.interface import Supervisor

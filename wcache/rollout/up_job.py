@@ -4,19 +4,19 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wcache import devices
 from wcache.checkpoint import Checkpoint, IdentityCache
 from wcache.config import Config, load_config
-from wcache.control import COMES_BACK_S
 from wcache.errors import TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.fp8 import BLOCK, WEIGHT_DTYPE
 from wcache.holdings import Others
+from wcache.machine import devices
 from wcache.memory.available import available_bytes
 from wcache.memory.descriptor import SLAB_GRANULARITY
 from wcache.memory.slab import slab_sizes
 from wcache.output import Output
 from wcache.paths import InstancePaths
+from wcache.protocol.control import COMES_BACK_S
 from wcache.ranks import RankView, first_of, holders, known_ranks, rank_words, read_config, view
 from wcache.rollout import follow, previous, together
 from wcache.rollout.up_plan import (

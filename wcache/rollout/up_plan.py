@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from wcache.config import Config
-from wcache.devices import CONTEXT_BYTES
 from wcache.difference import brief
 from wcache.errors import OutOfMemoryError, TryAgainError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
+from wcache.machine.devices import CONTEXT_BYTES
 from wcache.ranks import RankView, first_of, holders, rank_words
 from wcache.units import size
 

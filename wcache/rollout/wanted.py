@@ -22,10 +22,10 @@ from wcache.config import (
     Quantization,
     check_config,
 )
-from wcache.devices import VISIBLE, Gpu
 from wcache.errors import MismatchError, UsageError, WcacheError
 from wcache.hub import ResolvedModel, resolve_model
 from wcache.layout import Layout
+from wcache.machine.devices import VISIBLE, Gpu
 from wcache.output import counted
 
 

@@ -9,7 +9,7 @@ from wcache.errors import NotReadyError, WcacheError
 from wcache.holdings import Others
 from wcache.output import Output
 from wcache.paths import InstancePaths
-from wcache.protocol import Release, Released
+from wcache.protocol.messages import Release, Released
 from wcache.ranks import RankView, known_ranks, rank_words, view
 from wcache.rollout import follow, orders, previous, together
 from wcache.rollout.candidate import candidate, checkpoint_of

@@ -14,8 +14,8 @@ from wcache.errors import OutOfMemoryError, WcacheError
 from wcache.fingerprint import wanted_by
 from wcache.holdings import Holding, held_words
 from wcache.output import Table, counted
+from wcache.protocol.reports import GenerationReport
 from wcache.ranks import RankView, first_of, holders, rank_words
-from wcache.reports import GenerationReport
 from wcache.rollout.up_plan import Need
 from wcache.units import size
 

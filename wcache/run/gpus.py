@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from wcache.devices import VISIBLE, Gpu, select
 from wcache.errors import UsageError
+from wcache.machine.devices import VISIBLE, Gpu, select
 
 ORDER = "CUDA_DEVICE_ORDER"
 _BY_ADDRESS = "PCI_BUS_ID"

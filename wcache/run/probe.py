@@ -13,7 +13,7 @@ import msgspec
 
 from wcache.engines.interface import Probe
 from wcache.errors import WcacheError
-from wcache.processes import listens
+from wcache.machine.processes import listens
 
 PERIOD_S = 0.1
 REFUSED_S = 5.0

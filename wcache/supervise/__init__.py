@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 
 from wcache.paths import InstancePaths
+from wcache.protocol.wire import peer_credentials
 from wcache.supervise.interface import Supervisor
-from wcache.wire import peer_credentials
 
 __all__ = ["orphans", "supervisor_for", "units_missing", "units_unused"]
 

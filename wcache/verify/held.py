@@ -5,17 +5,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wcache import devices
 from wcache import manifest as manifests
-from wcache.control import Control
 from wcache.errors import ManifestError, OutOfMemoryError
+from wcache.machine import devices
 from wcache.manifest import MAX_MANIFEST_BYTES, Manifest, SlabInfo
 from wcache.memory.memfd import read_sealed
 from wcache.memory.slab import Access, Slab
 from wcache.paths import RankPaths
-from wcache.protocol import Attach, Attached
+from wcache.protocol.control import Control
+from wcache.protocol.messages import Attach, Attached
+from wcache.protocol.wire import close_all
 from wcache.units import size
-from wcache.wire import close_all
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wcache import devices, gate
+from wcache import gate
 from wcache.checkpoint import open_checkpoint
 from wcache.errors import WcacheError
 from wcache.fingerprint import Fingerprint
 from wcache.fp8 import WEIGHT_DTYPE
+from wcache.machine import devices
 from wcache.manifest import Manifest
 from wcache.memory.available import available_bytes
 from wcache.paths import RankId

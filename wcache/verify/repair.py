@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from wcache.checkpoint import diff, identify
-from wcache.control import Control
 from wcache.errors import MismatchError, OutOfMemoryError, TryAgainError, WcacheError
 from wcache.load.order import PUBLISH_S
 from wcache.load.publish import hand_over, rank_memory
@@ -19,7 +18,8 @@ from wcache.load.report import failure_told
 from wcache.manifest import Manifest, Storage
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import RankPaths
-from wcache.protocol import AskLoad, AskReport, LoadOrder, Report
+from wcache.protocol.control import Control
+from wcache.protocol.messages import AskLoad, AskReport, LoadOrder, Report
 from wcache.ranks import RankView, holders
 from wcache.units import size
 from wcache.verify.digests import digests_result, names

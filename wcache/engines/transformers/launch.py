@@ -109,7 +109,7 @@ def _number(option: str, text: str | None) -> int:
 def _devices(kind: str) -> int:
     import os
 
-    from wcache.devices import visible_gpus
+    from wcache.machine.devices import visible_gpus
 
     gpus = 0 if kind == "cpu" else len(visible_gpus())
     return gpus or os.cpu_count() or 1

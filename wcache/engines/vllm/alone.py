@@ -19,14 +19,14 @@ import torch
 
 from wcache.checkpoint import open_checkpoint
 from wcache.config import Config
-from wcache.control import Control
 from wcache.engines.orders import Orders
 from wcache.engines.vllm import versions
 from wcache.errors import CheckpointError, UsageError, WcacheError
 from wcache.load.publish import rank_memory
 from wcache.load.report import ProgressReport
 from wcache.paths import RankId
-from wcache.protocol import LoadOrder
+from wcache.protocol.control import Control
+from wcache.protocol.messages import LoadOrder
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import torch
 
 from wcache.client import Attachment
 from wcache.client.slots import Tree
-from wcache.control import Control, SilentDaemonError
 from wcache.engines.vllm.wanted import Wanted, is_same_model
 from wcache.errors import MismatchError, TryAgainError, UsageError, WcacheError
 from wcache.fingerprint import Fingerprint, compare, held_from
@@ -25,7 +24,8 @@ from wcache.manifest import STORAGE_ALIGNMENT, Manifest, Storage, Tensor
 from wcache.memory.dtypes import TORCH_DTYPES
 from wcache.memory.slab import Access, Memory, Slab
 from wcache.paths import RankId, RankPaths
-from wcache.protocol import MAX_FDS_PER_TRANSFER, LoadOrder, NothingToLoad
+from wcache.protocol.control import Control, SilentDaemonError
+from wcache.protocol.messages import MAX_FDS_PER_TRANSFER, LoadOrder, NothingToLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def claim(wanted: Wanted, model_config: Any) -> Claim | None:
     Raises :class:`MismatchError` when the daemon waits for another model or layout,
     :class:`TryAgainError` while somebody else publishes or when the daemon ends meanwhile,
     :class:`SilentDaemonError` when it does not answer, and
-    :class:`wcache.control.RefusedError` when its weights come from a loader.
+    :class:`wcache.protocol.control.RefusedError` when its weights come from a loader.
     """
     control = Control.connect(RankPaths.of(wanted.rank), "loader")
     try:

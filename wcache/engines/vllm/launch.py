@@ -165,7 +165,7 @@ def _is_zero(value: str | None) -> bool:
 
 
 def _has_gpus() -> bool:
-    from wcache.devices import visible_gpus
+    from wcache.machine.devices import visible_gpus
 
     try:
         return bool(visible_gpus())

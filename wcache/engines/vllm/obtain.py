@@ -5,12 +5,12 @@ import time
 from typing import Any
 
 from wcache.client import Attachment, attach
-from wcache.control import COMES_BACK_S, EndedDaemonError, RefusedError
 from wcache.engines.vllm.fill import Claim, claim
 from wcache.engines.vllm.wanted import Wanted
 from wcache.errors import MismatchError, NotReadyError, TryAgainError
 from wcache.paths import RankId, RankPaths
-from wcache.protocol import Report
+from wcache.protocol.control import COMES_BACK_S, EndedDaemonError, RefusedError
+from wcache.protocol.messages import Report
 from wcache.ranks import ask_when_back
 
 # Below vLLM's own logger, whose handlers are the engine's log.

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from wcache.errors import TryAgainError
+from wcache.machine.permissions import check_folder
 from wcache.paths import InstancePaths
-from wcache.permissions import check_folder
 from wcache.supervise.direct import name
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from wcache.control import Channel, SilentDaemonError, connect_socket, receive_reply
 from wcache.errors import NoPermissionError, NoSuchRankError, TryAgainError, WcacheError
 from wcache.paths import InstancePaths
-from wcache.protocol import Message
+from wcache.protocol.control import Channel, SilentDaemonError, connect_socket, receive_reply
+from wcache.protocol.messages import Message
+from wcache.protocol.wire import peer_credentials
 from wcache.supervise.direct.messages import (
     Load,
     Ok,
@@ -30,7 +31,6 @@ from wcache.supervise.direct.messages import (
 from wcache.supervise.direct.name import is_stopped, keeper
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 from wcache.supervise.interface import UnitReport
-from wcache.wire import peer_credentials
 
 R = TypeVar("R", bound=Message)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from wcache.errors import ProtocolError
 from wcache.paths import RankId
+from wcache.protocol.wire import close_all
 from wcache.supervise.direct.notify_message import NotifyMessage, parse
 from wcache.supervise.direct.notify_socket import Datagram, NotifySocket
 from wcache.supervise.direct.store import DescriptorStore
-from wcache.wire import close_all
 
 log = logging.getLogger(__name__)
 

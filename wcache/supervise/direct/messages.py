@@ -1,10 +1,10 @@
-"""The messages on the direct supervisor's control socket; frames are those of wcache.protocol."""
+"""The messages on the direct supervisor's control socket; frames are those of ranks."""
 
 from typing import Annotated
 
 import msgspec
 
-from wcache.protocol import Message, Refused, decode_body
+from wcache.protocol.messages import Message, Refused, decode_body
 from wcache.supervise.interface import UnitReport
 
 MAX_RANKS = 4096

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from wcache.paths import InstancePaths
-from wcache.wire import peer_credentials
+from wcache.protocol.wire import peer_credentials
 
 _BACKLOG = 128
 _CONNECT_TIMEOUT_S = 1.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wcache.paths import check_socket_path
-from wcache.socket_file import SocketFile
+from wcache.protocol.socket_file import SocketFile
+from wcache.protocol.wire import close_all
 from wcache.supervise.direct.notify_message import MAX_MESSAGE_BYTES
-from wcache.wire import close_all
 
 # The kernel's own limit for one message (SCM_MAX_FD).
 _MAX_FDS = 253

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from wcache import open_files
 from wcache.config import load_config
 from wcache.errors import (
     ConfigError,
@@ -21,9 +20,10 @@ from wcache.errors import (
 )
 from wcache.hints import for_instance
 from wcache.log import setup_logging
+from wcache.machine import open_files
+from wcache.machine.permissions import who_may
 from wcache.paths import InstancePaths
-from wcache.permissions import who_may
-from wcache.protocol import MAX_TEXT, RefusalReason, Refused
+from wcache.protocol.messages import MAX_TEXT, RefusalReason, Refused
 from wcache.supervise.direct.claim import Claim
 from wcache.supervise.direct.ground import (
     Signals,

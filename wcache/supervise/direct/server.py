@@ -10,11 +10,11 @@ import msgspec
 
 from wcache.errors import ProtocolError
 from wcache.paths import check_socket_path
-from wcache.protocol import FrameReader, Refused, decode_body, encode_frame
-from wcache.socket_file import SocketFile
+from wcache.protocol.messages import FrameReader, Refused, decode_body, encode_frame
+from wcache.protocol.socket_file import SocketFile
+from wcache.protocol.wire import close_all, peer_credentials, receive, send
 from wcache.supervise.direct.loop import Loop
 from wcache.supervise.direct.messages import REQUESTS, Request
-from wcache.wire import close_all, peer_credentials, receive, send
 
 log = logging.getLogger(__name__)
 

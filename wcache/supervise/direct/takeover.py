@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from wcache.control import own_command
 from wcache.errors import NoPermissionError, ProtocolError, TryAgainError, WcacheError
 from wcache.paths import RankId, check_socket_path
-from wcache.protocol import (
+from wcache.protocol.control import own_command
+from wcache.protocol.messages import (
     AskReport,
     FrameReader,
     Hello,
@@ -27,11 +27,11 @@ from wcache.protocol import (
     Welcome,
     encode_frame,
 )
-from wcache.replies import decode_reply
+from wcache.protocol.replies import decode_reply
+from wcache.protocol.wire import close_all, peer_credentials, receive
 from wcache.state import loads
 from wcache.supervise.direct.loop import Loop
 from wcache.supervise.spawn import Process
-from wcache.wire import close_all, peer_credentials, receive
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import msgspec
 import wcache
 from wcache.config import Config
 from wcache.errors import ProtocolError
-from wcache.protocol import NOT_A_MESSAGE, REPLIES, Refused, Reply, Report, decode_body
-from wcache.reports import GenerationReport
+from wcache.protocol.messages import NOT_A_MESSAGE, REPLIES, Refused, Reply, Report, decode_body
+from wcache.protocol.reports import GenerationReport
 
 
 class _AnyGeneration(GenerationReport, frozen=True, kw_only=True):

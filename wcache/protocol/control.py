@@ -22,9 +22,9 @@ from wcache.errors import (
     TryAgainError,
     WcacheError,
 )
+from wcache.machine.permissions import who_may
 from wcache.paths import RankId, RankPaths, check_socket_path
-from wcache.permissions import who_may
-from wcache.protocol import (
+from wcache.protocol.messages import (
     MAX_FDS_PER_FRAME,
     MAX_FDS_PER_TRANSFER,
     MAX_TEXT,
@@ -39,8 +39,8 @@ from wcache.protocol import (
     Welcome,
     encode_frame,
 )
-from wcache.replies import decode_reply, is_unknown
-from wcache.wire import close_all, peer_credentials, receive, send
+from wcache.protocol.replies import decode_reply, is_unknown
+from wcache.protocol.wire import close_all, peer_credentials, receive, send
 
 DEFAULT_TIMEOUT_S = 30.0
 COMES_BACK_S = 5.0

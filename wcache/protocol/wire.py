@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wcache.errors import ProtocolError
-from wcache.protocol import MAX_FDS_PER_FRAME
+from wcache.protocol.messages import MAX_FDS_PER_FRAME
 
 RECEIVE_BYTES = 1 << 16
 _INT_BYTES = array.array("i").itemsize

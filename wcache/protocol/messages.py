@@ -15,7 +15,7 @@ from wcache.difference import Difference
 from wcache.errors import ProtocolError
 from wcache.fingerprint import Fingerprint
 from wcache.manifest import SlabInfo
-from wcache.reports import (
+from wcache.protocol.reports import (
     FreedReport,
     GenerationReport,
     GenerationRole,

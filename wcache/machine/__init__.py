@@ -1,0 +1,1 @@
+"""What the machine has and allows: GPUs, processes, permissions, open files, the interpreter."""

@@ -1,0 +1,1 @@
+"""How the processes of wcache talk: messages, descriptors, and both ends of a control socket."""
