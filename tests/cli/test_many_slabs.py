@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import llama_config, write_checkpoint
-from tests.cli.node import SMALL, Node
+from tests.cli.node import SMALL, Node, other
 from tests.cli.snapshot import environment
 from wcache.errors import ExitCode
 
@@ -42,16 +43,30 @@ def test_it_is_loaded_restarted_and_verified(node: Node) -> None:
     assert node.status()["ranks"][0]["stored_fds"] == node.report().expected_fds
 
 
-def test_more_than_can_be_handed_over_are_refused_before_anything_is_touched(node: Node) -> None:
-    """A checkpoint of 10 GiB, of which the disk holds nothing."""
+def hollow(folder: Path) -> Path:
+    """A checkpoint of 10 GiB in ``folder``, of which the disk holds nothing."""
     nbytes = 10 << 30
     header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
-    with (node.model / "model.safetensors").open("wb") as out:
+    with (folder / "model.safetensors").open("wb") as out:
         out.write(len(header).to_bytes(8, "little") + header.encode())
         out.truncate(8 + len(header) + nbytes)
+    return folder
+
+
+def test_more_than_can_be_handed_over_are_refused_before_anything_is_touched(node: Node) -> None:
+    hollow(node.model)
     done = node.up()
     if "not enough memory" in done.stderr:
         pytest.skip("this machine has no 10 GiB to plan with")
     assert done.code == ExitCode.USAGE
     assert "rank 0 would need 5120 slabs, at most 4095 are handed over" in done.stderr
     assert not node.paths.config_file.exists()
+
+
+def test_warm_refuses_them_too_and_leaves_what_is_served(node: Node) -> None:
+    assert node.up().code == 0
+    before = node.report().generations
+    done = node("warm", "--model", str(hollow(Path(other(node)))))
+    assert done.code == ExitCode.USAGE
+    assert "rank 0 would need 5120 slabs, at most 4095 are handed over" in done.stderr
+    assert node.report().generations == before

@@ -68,7 +68,7 @@ def _outlook(
 ) -> str:
     from wcache.checkpoint import IdentityCache
     from wcache.holdings import Others
-    from wcache.rollout.up_job import Free, needs
+    from wcache.rollout.up_job import Free, check_slab_counts, needs
     from wcache.rollout.up_plan import check_memory
     from wcache.rollout.wanted import from_config
 
@@ -78,6 +78,7 @@ def _outlook(
         of_all = needs(wanted.checkpoint, config, instance, out)
         taken = [need for need in of_all if need.rank in ranks]
         check_memory(taken, Free(), views, Others(instance))
+        check_slab_counts(taken)
     except WcacheError as error:
         # Nothing is lost by it: a load that fails leaves what is served alone.
         return f"the load would fail, and {size(held)} of old weights be served on: {error.message}"

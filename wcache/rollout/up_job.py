@@ -172,7 +172,7 @@ def prepare(args: Args, paths: InstancePaths, supervisor: Supervisor, out: Outpu
             out.say(f"{rank_words(back)}: engines that still have the weights give them back")
         loaded = [need for need in taken if need.rank in to_load]
         check_memory(loaded, Free(), views, Others(paths))
-        _check_slabs(loaded)
+        check_slab_counts(loaded)
     _warn_of_persistence(config, out)
     return Job(
         paths=paths, supervisor=supervisor, out=out, config=config, old=old, rollout=rollout,
@@ -265,7 +265,7 @@ def needs(
     return sorted(found, key=lambda need: need.rank)
 
 
-def _check_slabs(loaded: Iterable[Need]) -> None:
+def check_slab_counts(loaded: Iterable[Need]) -> None:
     """As every loader would; raises :class:`wcache.errors.UsageError`."""
     from wcache.load.publish import check_slabs
 
