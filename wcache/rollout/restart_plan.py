@@ -68,8 +68,8 @@ def _outlook(
 ) -> str:
     from wcache.checkpoint import IdentityCache
     from wcache.holdings import Others
-    from wcache.rollout.up_job import Free, check_slab_counts, needs
-    from wcache.rollout.up_plan import check_memory
+    from wcache.rollout.up_job import Free, needs
+    from wcache.rollout.up_plan import check_memory, check_slab_counts
     from wcache.rollout.wanted import from_config
 
     held = sum(views[rank].held_bytes for rank in ranks)

@@ -25,6 +25,7 @@ from wcache.rollout.up_plan import (
     Need,
     Rollout,
     check_memory,
+    check_slab_counts,
     decide,
 )
 from wcache.rollout.wanted import Args, Wanted, from_config, from_model, why_not_again
@@ -263,14 +264,6 @@ def needs(
             f" are multiples of {BLOCK}"
         )
     return sorted(found, key=lambda need: need.rank)
-
-
-def check_slab_counts(loaded: Iterable[Need]) -> None:
-    """As every loader would; raises :class:`wcache.errors.UsageError`."""
-    from wcache.load.publish import check_slabs
-
-    for need in loaded:
-        check_slabs(need.rank, need.slabs)
 
 
 class Free(dict[str, int]):

@@ -124,6 +124,14 @@ class Need:
     slabs: int = 1
 
 
+def check_slab_counts(loaded: Iterable[Need]) -> None:
+    """As every loader would; raises :class:`wcache.errors.UsageError`."""
+    from wcache.load.publish import check_slabs
+
+    for need in loaded:
+        check_slabs(need.rank, need.slabs)
+
+
 def check_memory(
     needs: Iterable[Need],
     free: Mapping[str, int],

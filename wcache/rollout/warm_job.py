@@ -13,7 +13,7 @@ from wcache.protocol.messages import Release, Released
 from wcache.ranks import RankView, known_ranks, rank_words, view
 from wcache.rollout import follow, orders, previous, together
 from wcache.rollout.candidate import candidate, checkpoint_of
-from wcache.rollout.up_job import Free, check_slab_counts, needs
+from wcache.rollout.up_job import Free, needs
 from wcache.rollout.wanted import Args, why_not_again
 from wcache.rollout.warm_plan import STAGED, WarmPlan, decide
 from wcache.rollout.write import write_config
@@ -134,7 +134,6 @@ def prepare(
     up = [one for one in views.values() if one.report is not None]
     if any(one.holding(config) is None or _moved(one, config) for one in up):
         found = needs(checkpoint_of(wanted, paths), config, paths, out)
-        check_slab_counts(found)
         taken = {need.rank: need for need in found}
     elif up and (why := why_not_again(config, IdentityCache(paths.identity_folder))):
         out.warn(why)

@@ -16,7 +16,7 @@ from wcache.holdings import Holding, held_words
 from wcache.output import Table, counted
 from wcache.protocol.reports import GenerationReport
 from wcache.ranks import RankView, first_of, holders, rank_words
-from wcache.rollout.up_plan import Need
+from wcache.rollout.up_plan import Need, check_slab_counts
 from wcache.units import size
 
 Action = Literal[
@@ -103,6 +103,7 @@ def decide(
     )
     try:
         _check(plan, views, others)
+        check_slab_counts(needs[one.rank] for one in planned if one.needed_bytes)
     except WcacheError as error:
         return msgspec.structs.replace(plan, problem=error.message, hint=error.hint)
     return plan
