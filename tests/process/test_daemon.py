@@ -514,8 +514,11 @@ def test_generation_of_another_version_is_kept_and_told(
     assert {"g1.slab.0", "g1.manifest", "g2.slab.0"} <= store.fds.keys()
 
 
-def of_another_version(store: Store) -> str:
-    """Has what is stored as generation 1 be of a wcache to come; its manifest's digest."""
+def of_another_version(places: Places, store: Store, start: Start, *slabs: bytes) -> str:
+    """Has a generation of ``slabs`` be stored, of a wcache to come; its manifest's digest."""
+    first = start()
+    published(places, store, list(slabs))
+    end(first)
     described = msgspec.json.decode(os.pread(store.fds["g1.manifest"], 1 << 20, 0))
     described["version"] = 99
     data = msgspec.json.encode(described)
@@ -529,10 +532,7 @@ def test_a_lease_on_a_generation_of_another_version_is_not_lost_for_good(
 ) -> None:
     """A daemon of that version may come back, and take it up again."""
     places.write_config(publish_config())
-    first = start()
-    published(places, store, [content(b"a")])
-    end(first)
-    digest = of_another_version(store)
+    digest = of_another_version(places, store, start, content(b"a"))
     start()
     for held in ([], [2]):
         with Control.connect(places.rank(), "client") as control:
@@ -548,10 +548,7 @@ def test_a_generation_of_another_version_is_not_freed_for_a_broken_configuration
 ) -> None:
     """A downgrade may meet both: a daemon that ended would end the store with it."""
     file = places.write_config(publish_config())
-    first = start()
-    published(places, store, [content(b"a")])
-    end(first)
-    of_another_version(store)
+    of_another_version(places, store, start, content(b"a"))
     os.close(store.fds.pop("config"))
     file.write_text(file.read_text() + "\n[weather]\nsun = true\n")
     start()
@@ -567,10 +564,7 @@ def test_a_generation_of_another_version_is_not_freed_for_a_load_that_fails(
 ) -> None:
     """There may be no room for a second copy beside what is kept."""
     places.write_config(publish_config())
-    first = start()
-    published(places, store, [content(b"a")])
-    end(first)
-    of_another_version(store)
+    of_another_version(places, store, start, content(b"a"))
     model = ModelSection(path="/models/other")
     places.write_config(msgspec.structs.replace(publish_config(), model=model))
     daemon = start()
@@ -587,10 +581,7 @@ def test_a_supervisor_that_takes_over_is_given_generations_of_another_version(
     places: Places, store: Store, start: Start
 ) -> None:
     places.write_config(publish_config())
-    first = start()
-    published(places, store, [content(b"a"), content(b"b")])
-    end(first)
-    of_another_version(store)
+    of_another_version(places, store, start, content(b"a"), content(b"b"))
     model = ModelSection(path="/models/other")
     places.write_config(msgspec.structs.replace(publish_config(), model=model))
     start()
