@@ -1,5 +1,6 @@
 """Folders of a test's own in place of /run/wcache, /etc/wcache and /var/lib/wcache."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,19 @@ class Places:
         path = self.instance(instance).config_file
         save_config(config, path)
         return path
+
+    def remove_run(self) -> None:
+        remove_at_once(self.root / "run")
+
+
+def remove_at_once(folder: Path) -> None:
+    """Removes a folder in which running processes make their files again meanwhile.
+
+    They do so within milliseconds, so that a removal file by file finds folders not empty.
+    """
+    aside = folder.with_name(f"{folder.name}.removed")
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def publish_config(

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,7 +117,7 @@ def test_a_run_folder_that_is_removed_is_made_again_and_nothing_is_lost(
     unit = commands.show([0])[0]
     with Control.connect(places.rank(), "client") as engine:
         engine.request(Attach(), Attached)
-        shutil.rmtree(places.root / "run")
+        places.remove_run()
         wait_for(lambda: serves(places, unit.main_pid), "the daemon listens again")
         wait_for(lambda: commands.show([0])[0].state == "active", "the supervisor listens again")
         rank = places.rank()

@@ -1,7 +1,6 @@
 """A supervisor that lost its files or its time is still the one of its instance."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import remove_at_once
 from tests.process.supervised import LAUNCH, SLABS, Supervised
 from tests.processes import PATIENCE_S, end, wait_for
 from wcache.errors import TryAgainError
@@ -30,16 +30,12 @@ def halt(parent: "subprocess.Popen[bytes]") -> None:
     wait_for(lambda: name.is_stopped(parent.pid), "the supervisor is stopped")
 
 
-def remove_run_folder(supervised: Supervised) -> None:
-    shutil.rmtree(supervised.places.instance().run)
-
-
 def test_a_supervisor_makes_its_files_again_and_keeps_its_ranks(supervised: Supervised) -> None:
     supervised.timing(look_s=0.05, watchdog_s=1.5)
     parent = supervised.launch("--empty")
     pid = supervised.up().main_pid
     paths = supervised.places.instance()
-    remove_run_folder(supervised)
+    supervised.places.remove_run()
     # The client waits for it.
     assert supervised.show().main_pid == pid
     record = paths.supervisor_folder / "ranks.json"
@@ -54,7 +50,7 @@ def test_a_supervisor_makes_its_files_again_and_keeps_its_ranks(supervised: Supe
     assert not Path(f"/proc/{pid}").exists()
     assert len(supervised.starts()) == 1
     files = supervised.open_files(parent.pid)
-    remove_run_folder(supervised)
+    supervised.places.remove_run()
     assert supervised.show().state == "inactive"
     assert supervised.open_files(parent.pid) == files, "descriptors leaked"
 
@@ -65,7 +61,7 @@ def test_no_second_supervisor_begins_where_the_first_ones_files_are_gone(
     parent = supervised.launch("--empty")
     pid = supervised.up().main_pid
     halt(parent)
-    remove_run_folder(supervised)
+    supervised.places.remove_run()
     second = subprocess.run(
         [*LAUNCH, "--empty"], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -91,7 +87,7 @@ def test_a_supervisor_that_is_displaced_leaves_its_daemons_to_the_other(
     pid = supervised.up().main_pid
     halt(parent)
     folder = supervised.places.instance().supervisor_folder
-    shutil.rmtree(folder)
+    remove_at_once(folder)
     # In a mount namespace of its own, as in another container that has the same run folder.
     other = supervised.launch("--empty", around=("unshare", "--mount"))
     supervised.commands.start([0])
