@@ -15,7 +15,7 @@ import pytest
 
 from tests.places import Places
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:

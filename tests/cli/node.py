@@ -20,7 +20,7 @@ from wcache.protocol.messages import Attach, Attached, Report
 from wcache.protocol.wire import close_all, peer_credentials
 from wcache.ranks import ask
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SMALL = ("--device", "cpu", "--slab-bytes", "2MiB")
 
 

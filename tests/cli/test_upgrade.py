@@ -22,7 +22,9 @@ _EARLIER = """
 import sys, wcache
 {change}
 from wcache.supervise.__main__ import main
-sys.exit(main(sys.argv[1:]))
+from wcache.supervise.direct.timing import Timing
+# On a busy machine it takes the first command long to come.
+sys.exit(main(sys.argv[1:], timing=Timing(idle_s=60)))
 """
 SAYS = "wcache.__version__ = '0.0.9'"
 # As from before supervisors said it.

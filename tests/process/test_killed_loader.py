@@ -25,7 +25,7 @@ from wcache.state import RankState
 
 pytestmark = pytest.mark.process
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 # The two that last long enough to be met for certain: torch is imported in the first.
 PHASES = ["plan", "read"]
 SLAB = "memfd:wcache-slab"
