@@ -9,6 +9,7 @@ from tests.processes import Store
 from wcache import notify
 from wcache.daemon import safekeeping
 from wcache.daemon.configuration import STORED_NAME, Configuration
+from wcache.daemon.roles import Roles
 from wcache.daemon.safekeeping import Safekeeping
 from wcache.notify import Notifier
 
@@ -60,3 +61,35 @@ def test_what_nobody_heard_the_end_of_is_given_up_later(
         assert keeping.problem == ""
     finally:
         store.close()
+
+
+def test_a_new_supervisor_that_misses_something_gets_it_later(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has asked for everything, and its queue is full before it has taken all of it in."""
+    # It is the default of a parameter.
+    monkeypatch.setattr(Notifier._send, "__defaults__", (0.05,))
+    monkeypatch.setattr(safekeeping, "AGAIN_S", 0.0)
+    configuration = Configuration(places.write_config(publish_config()), None)
+    path = places.root / "notify"
+    first, notifier = Store(path), Notifier(str(path), None)
+    keeping = Safekeeping(notifier)
+    keeping.keep_config(configuration)
+    # Not at stake, so that no confirmation is waited for, which nobody gives here.
+    keeping.keep_roles(Roles(serving=1), needed=True, at_stake=False)
+    first.close()
+    second = Store(path)
+    try:
+        filled = 0
+        while notifier.mention("STATUS=full"):
+            filled += 1
+        assert keeping.keep_records_again() == 0
+        assert keeping.keep_config_again(configuration) == 0
+        assert "did not confirm which generation is served" in keeping.problem
+        second.serve(lambda: second.said.count("STATUS=full") == filled)
+        keeping.keep_roles_again()
+        keeping.keep_lost_config(configuration)
+        second.serve(lambda: {STORED_NAME, "roles.1"} <= set(second.fds))
+        assert keeping.problem == ""
+    finally:
+        second.close()

@@ -153,7 +153,6 @@ class Safekeeping:
 
     def _store_record(self) -> None:
         """Stores the record that counts, and only then takes the ones before it away."""
-        self._again_at = time.monotonic() + AGAIN_S
         current = self._records[-1:] if self._recorded is not None else []
         outdated = self._records[: len(self._records) - len(current)]
         done = all(self._notifier.store(record.name, record.fd) for record in current)
@@ -167,18 +166,25 @@ class Safekeeping:
             self._records = current
             self._problems.pop(_ROLES, None)
         else:
-            self._problems[_ROLES] = (
-                "the supervisor did not confirm which generation is served: after a restart it may"
-                " be another one"
-            )
-            log.error("%s", self._problems[_ROLES])
+            self._miss_record()
+
+    def _miss_record(self) -> None:
+        self._again_at = time.monotonic() + AGAIN_S
+        self._problems[_ROLES] = (
+            "the supervisor did not confirm which generation is served: after a restart it may be"
+            " another one"
+        )
+        log.error("%s", self._problems[_ROLES])
 
     def _is_confirmed(self) -> bool:
         return not self._confirm or self._notifier.barrier()
 
     def keep_records_again(self) -> int:
         """Hands the record to a supervisor that came back; how many descriptors went."""
-        return sum(self._notifier.store(record.name, record.fd) for record in self._records)
+        count = sum(self._notifier.store(record.name, record.fd) for record in self._records)
+        if count < len(self._records):
+            self._miss_record()
+        return count
 
     # --- the configuration ------------------------------------------------------------------
 
@@ -188,8 +194,7 @@ class Safekeeping:
             made = configuration.make_stored()
             # Two of that name would be one too many to tell which counts.
             stored = self._notifier.remove(STORED_NAME) and self._notifier.store(STORED_NAME, made)
-            lost = self._notifier.keeps_descriptors and not stored
-            self._config_again_at = time.monotonic() + AGAIN_S if lost else math.inf
+            self._expect_config(stored)
 
     def keep_lost_config(self, configuration: Configuration) -> None:
         """Tries again, from time to time, what nobody heard."""
@@ -199,4 +204,12 @@ class Safekeeping:
     def keep_config_again(self, configuration: Configuration) -> int:
         """Hands the stored configuration to a supervisor that came back; 1 if it went."""
         fd = configuration.stored_fd
-        return int(fd is not None and self._notifier.store(STORED_NAME, fd))
+        if fd is None:
+            return 0
+        stored = self._notifier.store(STORED_NAME, fd)
+        self._expect_config(stored)
+        return int(stored)
+
+    def _expect_config(self, stored: bool) -> None:
+        lost = self._notifier.keeps_descriptors and not stored
+        self._config_again_at = time.monotonic() + AGAIN_S if lost else math.inf

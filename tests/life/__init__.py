@@ -1,0 +1,1 @@
+"""Made-up lives of a rank, for the test that no order of events loses, mixes or leaks weights."""
