@@ -15,12 +15,16 @@ import msgspec
 from tests.changeover import model
 from tests.life.keeper import Clock, Keeper, Killed
 from tests.places import Places
+from tests.publishing import SLAB_BYTES, manifest
+from wcache import manifest as manifests
 from wcache.config import Config
 from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.rank import Rank
 from wcache.errors import ConfigError
+from wcache.fingerprint import held_from
 from wcache.manifest import SlabInfo
-from wcache.protocol.messages import CheckOrder, LoadOrder, encode_frame
+from wcache.memory.memfd import create_sealed
+from wcache.protocol.messages import CheckOrder, LoadOrder, Publish, encode_frame
 from wcache.protocol.wire import close_all
 from wcache.state import serves
 
@@ -155,6 +159,19 @@ class Body:
             assert not any(name.startswith("g") for name in self.keeper.names)
             self.end()
         return outcome
+
+    def publish(self, config: Config, *, slabs: int = 1) -> tuple[str, object]:
+        """A loader hands weights of ``config`` over; the manifest's digest and the answer."""
+        described = manifest(slabs, fingerprint=held_from(config, 0))
+        data = manifests.encode(described)
+        fds = [create_sealed("manifest", data)]
+        fds += [create_sealed("slab", bytes(SLAB_BYTES)) for _ in range(slabs)]
+        digest, message = manifests.digest(data), Publish(slabs=described.slabs)
+        self.made[digest] = config.model.path, self.inodes(fds[1:])
+        reply = self.do(
+            lambda: self.alive.publish(self.loader, message, fds), instead=lambda: [digest]
+        )
+        return digest, reply
 
     # --- what is known of it --------------------------------------------------------------------
 

@@ -7,10 +7,7 @@ from random import Random
 from tests.changeover import model
 from tests.life.body import Body, Engine
 from tests.life.keeper import Clock
-from tests.publishing import SLAB_BYTES, manifest
-from wcache import manifest as manifests
 from wcache.fingerprint import held_from
-from wcache.memory.memfd import create_sealed
 from wcache.protocol.messages import (
     AskLoad,
     Attach,
@@ -25,7 +22,6 @@ from wcache.protocol.messages import (
     Offered,
     OfferWanted,
     Progress,
-    Publish,
     Published,
     Refused,
     Release,
@@ -137,16 +133,8 @@ class Life(Body):
     def _publish(self, chance: Random, order: LoadOrder) -> None:
         is_right = chance.random() < 0.85
         config = order.config if is_right else model("d")
-        count = chance.randint(1, 3)
-        described = manifest(count, fingerprint=held_from(config, 0))
-        data = manifests.encode(described)
-        fds = [create_sealed("manifest", data), *(_slab(chance) for _ in range(count))]
-        digest, message = manifests.digest(data), Publish(slabs=described.slabs)
-        self.made[digest] = config.model.path, self.inodes(fds[1:])
         self.order = None
-        reply = self.do(
-            lambda: self.alive.publish(self.loader, message, fds), instead=lambda: [digest]
-        )
+        digest, reply = self.publish(config, slabs=chance.randint(1, 3))
         if isinstance(reply, Published):
             assert is_right
             assert digest in self.kept().digests
@@ -319,10 +307,6 @@ STEPS: dict[Step, int] = {
     Life.report_progress: 1,
 }
 """How often each is taken, beside the others."""
-
-
-def _slab(chance: Random) -> int:
-    return create_sealed("slab", chance.randbytes(64) + bytes(SLAB_BYTES - 64))
 
 
 def live(seed: int, clock: Clock, steps: int = 80) -> None:

@@ -169,21 +169,28 @@ class Holdings:
         if serving is None:
             return Roles()  # an empty rank loads what the configuration says
         held = roles.held if roles.held in self._generations else None
-        roles = msgspec.structs.replace(roles, serving=serving, held=held)
+        candidate = roles.candidate
+        if candidate is not None and self._are_of(serving, candidate):
+            # They were to replace what was not kept: there is nothing to load beside them.
+            candidate = None
+        roles = msgspec.structs.replace(roles, serving=serving, held=held, candidate=candidate)
         return self._with_configs(roles)
 
     def _with_configs(self, roles: Roles) -> Roles:
         """``roles`` with the configuration of what is served, if it was so far the only one."""
         configs = {n: config for n, config in roles.configs.items() if n in self._generations}
         if roles.serving is not None and roles.serving not in configs:
-            fingerprint = self._generations[roles.serving].fingerprint
             for config in (self._configuration.stored, self._configuration.current):
-                if config is None or self._rank not in range(config.ranks.world_size):
-                    continue
-                if not compare(fingerprint, wanted_by(config, self._rank)):
+                if config is not None and self._are_of(roles.serving, config):
                     configs[roles.serving] = without_access(config)
                     break
         return msgspec.structs.replace(roles, configs=configs)
+
+    def _are_of(self, number: int, config: Config) -> bool:
+        """True where the weights of ``number`` are what ``config`` wants of this rank."""
+        if self._rank not in range(config.ranks.world_size):
+            return False
+        return not compare(self._generations[number].fingerprint, wanted_by(config, self._rank))
 
     def keep(self, new: Generation, config: Config | None) -> None:
         """Takes in what was loaded for ``config`` and has it stored; that does not serve it."""
