@@ -23,7 +23,7 @@ from wcache.daemon.rank import Rank
 from wcache.errors import ConfigError
 from wcache.fingerprint import held_from
 from wcache.manifest import SlabInfo
-from wcache.memory.memfd import create_sealed
+from wcache.memory.memfd import create_sealed, read_sealed
 from wcache.protocol.messages import CheckOrder, LoadOrder, Publish, encode_frame
 from wcache.protocol.wire import close_all
 from wcache.state import serves
@@ -95,7 +95,7 @@ class Body:
     def start(self) -> None:
         """A daemon is started as the supervisor does it; it may not come up."""
         handed_over = self.keeper.hand_over()
-        has_weights = any(name.endswith(".manifest") for name in handed_over)
+        has_weights = self.is_whole(handed_over)
         try:
             stored = handed_over.pop(STORED_NAME, None)
             configuration = Configuration(self.places.instance().config_file, stored)
@@ -109,6 +109,16 @@ class Body:
             self.end()
         else:
             self.rank = made
+
+    def is_whole(self, handed_over: dict[str, int]) -> bool:
+        """True where there is a generation of which nothing has been given up."""
+        for name, fd in handed_over.items():
+            if name.endswith(".manifest"):
+                digest = manifests.digest(read_sealed(fd, manifests.MAX_MANIFEST_BYTES))
+                slabs = name.replace("manifest", "slab")
+                if all(f"{slabs}.{n}" in handed_over for n in range(len(self.made[digest][1]))):
+                    return True
+        return False
 
     def end(self) -> None:
         """The daemon is gone, with its descriptors and its connections."""

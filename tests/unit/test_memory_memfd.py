@@ -6,13 +6,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from wcache.errors import ProtocolError
-from wcache.memory.memfd import REQUIRED_SEALS, create_sealed, read_sealed, seals
+from wcache.memory import memfd
+from wcache.memory.memfd import REQUIRED_SEALS, add_seals, create_sealed, read_sealed, seals
 
 pytestmark = pytest.mark.unit
 
@@ -84,6 +86,26 @@ def test_each_missing_seal_is_named(opened: Opened, missing: int, name: str) -> 
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, REQUIRED_SEALS & ~missing)
     with pytest.raises(ProtocolError, match=f"not sealed: {name} missing"):
         read_sealed(fd, 100)
+
+
+def test_pages_that_the_kernel_uses_for_a_moment_are_waited_for(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memfd, "_SEAL_PATIENCE_S", 60.0)
+    fd = opened(os.memfd_create("slab", os.MFD_ALLOW_SEALING))
+    os.write(fd, bytes(4096))
+    reader, writer = map(opened, os.pipe())
+    # As when it moves a page: something other than the file refers to it.
+    os.splice(fd, writer, 4096, offset_src=0)
+    with pytest.raises(OSError, match="busy"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, REQUIRED_SEALS)
+    with ThreadPoolExecutor(1) as pool:
+        sealing = pool.submit(add_seals, fd)
+        with pytest.raises(TimeoutError):
+            sealing.result(0.3)
+        os.read(reader, 4096)
+        sealing.result(20)
+    assert seals(fd) == REQUIRED_SEALS
 
 
 def test_a_memfd_sealed_for_future_writes_only_is_refused(opened: Opened) -> None:

@@ -286,8 +286,11 @@ class Holdings:
 
     def store_what_is_not(self) -> None:
         """Tries again to have kept what the supervisor did not confirm."""
-        for held in (*self, *self.unread):
-            self._safekeeping.keep_again(held)
+        served = self.served
+        # Those that engines get come first, since others are freed only when they are safe.
+        self._safekeeping.keep_again(
+            sorted((*self, *self.unread), key=lambda held: held is not served)
+        )
         if self._safekeeping.discard_again():
             self.keep_roles()
         self._safekeeping.keep_roles_again()

@@ -66,7 +66,6 @@ class Safekeeping:
                 "no supervisor keeps the descriptors: a restart loses the weights"
             )
             return 0
-        self._again_at = time.monotonic() + AGAIN_S
         deadline = time.monotonic() + DEADLINE_S
         stored = 0
         for name, fd in held.named_fds():
@@ -78,6 +77,7 @@ class Safekeeping:
         if stored == len(held.fds) and self._notifier.barrier():
             self._problems.pop(held.number, None)
         else:
+            self._again_at = time.monotonic() + AGAIN_S
             self._problems[held.number] = (
                 f"the supervisor did not confirm the {len(held.fds)} descriptors of generation"
                 f" {held.number}: a restart may lose the weights"
@@ -85,10 +85,15 @@ class Safekeeping:
             log.error("%s", self._problems[held.number])
         return stored
 
-    def keep_again(self, held: Generation | Unread) -> None:
-        """Tries again, from time to time, what was not confirmed."""
-        if self.must_wait and held.number in self._problems and time.monotonic() >= self._again_at:
-            self.keep(held)
+    def keep_again(self, all_held: Iterable[Generation | Unread]) -> None:
+        """Tries again, from time to time, what was not confirmed, as long as it is confirmed."""
+        if not self.must_wait or time.monotonic() < self._again_at:
+            return
+        for held in all_held:
+            if held.number in self._problems:
+                self.keep(held)
+                if held.number in self._problems:
+                    return
 
     def give_up(self, held: Generation) -> None:
         """Takes a generation out of the store."""

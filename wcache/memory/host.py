@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -14,7 +13,7 @@ from wcache.errors import OutOfMemoryError, WcacheError
 from wcache.manifest import SlabInfo
 from wcache.memory.available import available_bytes, free_hugepage_bytes
 from wcache.memory.descriptor import SLAB_GRANULARITY
-from wcache.memory.memfd import REQUIRED_SEALS
+from wcache.memory.memfd import add_seals
 from wcache.memory.slab import Access, Slab
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ class HostMemory:
         not closed, or one that a tensor or a memoryview keeps.
         """
         try:
-            fcntl.fcntl(slab.fd, fcntl.F_ADD_SEALS, REQUIRED_SEALS)
+            add_seals(slab.fd)
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
