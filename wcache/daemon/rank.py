@@ -14,12 +14,11 @@ from wcache.config import AccessSection, Config
 from wcache.daemon import answers, changeover, ready, words
 from wcache.daemon.changeover import Change, Changed
 from wcache.daemon.configuration import Configuration
-from wcache.daemon.generation import Generation, accept, check_is_wanted
+from wcache.daemon.generation import Generation
 from wcache.daemon.holdings import Holdings
-from wcache.daemon.load import Load
+from wcache.daemon.loading import Loading
 from wcache.daemon.reclaim import Reclaim, Standing
 from wcache.difference import Difference
-from wcache.errors import ManifestError, ProtocolError
 from wcache.fingerprint import Fingerprint, compare
 from wcache.notify import Notifier
 from wcache.paths import RankPaths
@@ -46,14 +45,10 @@ from wcache.protocol.messages import (
     Staged,
     Stored,
 )
-from wcache.protocol.reports import How, LeaseReport
-from wcache.protocol.wire import close_all
-from wcache.state import RankEvent, RankState, advance, serves
+from wcache.protocol.reports import LeaseReport
+from wcache.state import RankEvent, RankState, advance, loads, serves
 
 log = logging.getLogger(__name__)
-
-# The supervisor takes messages of 4,096 bytes.
-MAX_SENTENCE = 800
 
 
 class Rank:
@@ -65,10 +60,9 @@ class Rank:
         self._configuration = config_file
         self._holdings = Holdings(paths.id.rank, notifier, config_file)
         self._leases: dict[int, LeaseReport] = {}
-        self._load: Load | None = None
         self._since = time.time()
         self.reclaim = Reclaim(paths.served_file)
-        self._load_problem = ""
+        self._loading = Loading(paths.id, self._holdings, self.reclaim, config_file)
         self._said = ""
         self._has_served = False
         self._announced: int | None = None
@@ -125,7 +119,7 @@ class Rank:
     @property
     def failed(self) -> str:
         """Why the first load failed; empty while there is hope."""
-        return self._load_problem if self.state is RankState.FAILED else ""
+        return self._loading.problem if self.state is RankState.FAILED else ""
 
     def attach(
         self, peer: int, lease: LeaseReport, message: Attach
@@ -173,77 +167,37 @@ class Rank:
         self, peer: int, pid: int, message: AskLoad
     ) -> LoadOrder | CheckOrder | AskAgain | NothingToLoad | Refused:
         """Gives the load to one peer at a time."""
-        if self._load is not None:
-            return answers.busy(self._load)
         self.refresh_configuration()
-        config = self._holdings.candidate
-        if config is None and not self._configuration.problems:
-            config = self.config
-        if config is None:
-            return Refused(reason="invalid", message="; ".join(self._configuration.problems))
-        if not self._holdings and (order := self.reclaim.order(peer, message, self._wanted())):
-            if isinstance(order, CheckOrder):
-                self._load = Load(
-                    peer=peer, pid=pid, generation=order.generation, how="reclaimed", phase="check"
-                )
-                self._step(RankEvent.LOAD_BEGUN)
-            return order
-        if (config.model.loader == "publish") != (message.source == "engine"):
-            return answers.wrong_source(self._paths.id, message)
-        is_wanted = self._holdings.served is not None and not self.differences()
-        nothing = changeover.nothing_to_load(self._paths.id, self._holdings, message, is_wanted)
-        if nothing is not None:
-            return nothing
-        number = self._holdings.next_number
-        is_staging = self._holdings.candidate is not None
-        how: How = "published" if message.source == "engine" else "loaded"
-        self._load = Load(peer=peer, pid=pid, generation=number, how=how, is_staging=is_staging)
-        self._step(RankEvent.LOAD_BEGUN)
-        log.info("pid %d loads generation %d of %s", pid, number, config.model.path)
-        return LoadOrder(generation=number, config=config)
+        reply = self._loading.order(
+            peer, pid, message, self._wanted(), is_wanted=self._serves_what_is_wanted
+        )
+        self._follow_load()
+        return reply
 
     def progress(self, peer: int, message: Progress) -> Refused | None:
-        if self._load is None or self._load.peer != peer:
-            return answers.not_the_loader()
-        self._load.advance(message)
-        return None
+        return self._loading.progress(peer, message)
 
     def publish(self, peer: int, message: Publish, fds: list[int]) -> Published | Refused:
         """Takes a new generation and has it stored; owns ``fds`` from here on.
 
         It is served from now on, unless an operator wants it to be staged.
         """
-        if self._load is None or self._load.peer != peer:
-            close_all(fds)
-            return answers.not_the_loader()
-        try:
-            if self._load.is_staging and self._holdings.candidate is None:
-                # Also when the configuration asks for them: this rank alone would switch to them.
-                raise ManifestError("an operator gave them up while they were loaded")
-            new = accept(self._load.generation, self._load.how, fds, message.slabs)
-            check_is_wanted(new, self._holdings.staging or self._wanted())
-        except (ManifestError, ProtocolError) as error:
-            close_all(fds)
-            self._end_load(f"the weights of pid {self._load.pid} are refused: {error.message}")
-            return Refused(reason="invalid", message=error.message, hint=error.hint)
-        return self._take(new, self._holdings.candidate or self.config)
+        new = self._loading.accept(peer, message, fds, self._wanted())
+        if isinstance(new, Generation):
+            return self._take(new, self._holdings.candidate or self.config)
+        self._follow_load()
+        return new
 
     def checked(self, peer: int, message: Checked) -> Published | AskAgain | Refused:
         """Serves what an engine has given back, or gives it up."""
-        if self._load is None or not self.reclaim.is_checked_by(peer):
-            return answers.not_the_loader()
-        problem = message.problem[:MAX_SENTENCE] or self.reclaim.unwanted(self._wanted())
-        if not problem:
-            return self._take(self.reclaim.take(), self.config)
-        self.reclaim.refuse(problem)
-        self._load = None
-        self._step(RankEvent.LOAD_ABANDONED)
-        return AskAgain(after_s=0)
+        new = self._loading.accept_checked(peer, message, self._wanted())
+        if isinstance(new, Generation):
+            return self._take(new, self.config)
+        self._follow_load()
+        return new
 
     def _take(self, new: Generation, config: Config | None) -> Published:
         """Has a new generation stored, and then served, unless an operator wants it staged."""
-        self._load = None
-        self._load_problem = ""
         self._holdings.keep(new, config)
         if self._holdings.candidate is None:
             self._holdings.serve(new.number, hold=self._holdings.held)
@@ -260,22 +214,22 @@ class Rank:
         # It may just have been written, and says what the record need not.
         self.refresh_configuration()
         leases = self._leases.values()
-        reply = changeover.change(self._paths.id, self._holdings, self._load, leases, message)
+        load = self._loading.under_way
+        reply = changeover.change(self._paths.id, self._holdings, load, leases, message)
         if isinstance(reply, Staged):
-            self._load_problem = ""
+            self._loading.problem = ""
         self._settle()
         return reply
 
     def load_failed(self, peer: int, message: LoadFailed) -> Refused | None:
-        if self._load is None or self._load.peer != peer:
-            return answers.not_the_loader()
-        self._end_load(words.why(message, self._paths.id))
-        return None
+        refused = self._loading.fail(peer, message)
+        self._follow_load()
+        return refused
 
     def peer_gone(self, peer: int) -> None:
         """Ends the lease of a peer that is not there any more, and the load that it had."""
-        if self._load is not None and self._load.peer == peer:
-            self._end_load(f"the loader (pid {self._load.pid}) ended before it had published")
+        self._loading.peer_gone(peer)
+        self._follow_load()
         if self._leases.pop(peer, None) is not None:
             self.free_drained()
             self.say_status()
@@ -293,6 +247,7 @@ class Rank:
 
     def report(self) -> Report:
         self.refresh_configuration()
+        load = self._loading.under_way
         return Report(
             instance=self._paths.id.instance,
             rank=self._paths.id.rank,
@@ -308,7 +263,7 @@ class Rank:
             generations=self._holdings.reports(),
             leases=tuple(self._leases.values()),
             renewing=self.reclaim.renewing,
-            progress=self._load.report() if self._load is not None else None,
+            progress=load.report() if load is not None else None,
             reclaiming=not self._holdings and self.reclaim.is_expected,
             staging=self._holdings.staging,
             freed=self._holdings.freed,
@@ -343,7 +298,7 @@ class Rank:
         """Tells the supervisor the sentence, if it is not the one that it knows."""
         sentence = self.sentence()
         # What a peer said may be in it: one line, or it would be assignments of its own.
-        line = " ".join(sentence.split())[:MAX_SENTENCE]
+        line = " ".join(sentence.split())[: words.MAX_SENTENCE]
         if sentence != self._said and self._notifier.mention(f"STATUS={line}"):
             self._said = sentence
 
@@ -355,11 +310,12 @@ class Rank:
     def sentence(self) -> str:
         """The state in words, for STATUS= and ``status``."""
         if self.state is RankState.FAILED:
-            said = f"load failed: {self._load_problem}"
+            said = f"load failed: {self._loading.problem}"
         else:
             who = "the first engine to publish" if self.awaits_engine else "the loader"
             empty = self.reclaim.in_words() or f"empty, waiting for {who}"
-            said = words.doing(self._holdings, self._leases.values(), self._load, empty=empty)
+            load = self._loading.under_way
+            said = words.doing(self._holdings, self._leases.values(), load, empty=empty)
         if problems := self.problems():
             said += f"; problem: {problems[0]}"
         return said
@@ -367,8 +323,8 @@ class Rank:
     def problems(self) -> tuple[str, ...]:
         """What is wrong and does not keep the rank from serving."""
         # A first load that failed is the state itself, and said there.
-        failed_before = self._load_problem and not self.failed
-        reload = f"the last load failed: {self._load_problem}" if failed_before else ""
+        failed_before = self._loading.problem and not self.failed
+        reload = f"the last load failed: {self._loading.problem}" if failed_before else ""
         missing = self._configuration.missing(self._paths.id.rank)
         found = (
             *self._configuration.problems,
@@ -377,7 +333,7 @@ class Rank:
             missing,
             *self.reclaim.problems(),
             reload,
-            words.left_over(self._holdings, self._load),
+            words.left_over(self._holdings, self._loading.under_way),
         )
         return tuple(problem for problem in found if problem)
 
@@ -387,6 +343,10 @@ class Rank:
         if held is None or wanted is None:
             return ()
         return compare(held.fingerprint, wanted)
+
+    @property
+    def _serves_what_is_wanted(self) -> bool:
+        return self._holdings.served is not None and not self.differences()
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -419,23 +379,26 @@ class Rank:
         self.say_status()
 
     def _standing(self) -> Standing:
-        held, busy = self._holdings.served, ""
+        held, load, busy = self._holdings.served, self._loading.under_way, ""
         if held is not None:
             busy = f"generation {held.number} is held"
-        elif self._load is not None:
-            busy = f"a load is under way: {self._load.in_words()}"
+        elif load is not None:
+            busy = f"a load is under way: {load.in_words()}"
         return Standing(
             rank=self._paths.id, wanted=self._wanted(), busy=busy, number=self._holdings.next_number
         )
 
-    def _end_load(self, reason: str) -> None:
-        log.error("load failed: %s", reason)
-        self.reclaim.drop()
-        self._load, self._load_problem = None, reason
-        self._holdings.give_up_candidate()
+    def _follow_load(self) -> None:
+        """Has the state follow a load that has begun, or ended without weights."""
+        is_under_way = self._loading.under_way is not None
+        if is_under_way == loads(self.state):
+            return
+        if is_under_way:
+            self._step(RankEvent.LOAD_BEGUN)
+            return
         # A publisher that died is no fault of the configuration: the next engine may publish. And
         # a rank that an operator has emptied stays up, for what he does next.
-        stays = self.awaits_engine or self._has_served
+        stays = self.awaits_engine or self._has_served or not self._loading.problem
         abandoned = stays and self.state is RankState.LOADING
         self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
 

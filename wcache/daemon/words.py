@@ -11,6 +11,9 @@ from wcache.protocol.messages import LoadFailed
 from wcache.protocol.reports import LeaseReport
 from wcache.units import size
 
+# The supervisor takes messages of 4,096 bytes.
+MAX_SENTENCE = 800
+
 
 def doing(
     holdings: Holdings, leases: Collection[LeaseReport], load: Load | None, *, empty: str
