@@ -8,9 +8,9 @@ import pytest
 from tests.cli.node import Node, wait_for
 from wcache.config import load_config
 from wcache.errors import WcacheError
+from wcache.protocol.name import is_stopped, keeper
 from wcache.rollout import together
 from wcache.supervise.direct.client import DirectSupervisor
-from wcache.supervise.direct.name import is_stopped, keeper
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]
 

@@ -13,8 +13,8 @@ from tests.cli.node import Node, wait_for
 from tests.cli.snapshot import environment
 from wcache.protocol.control import Control, RefusedError
 from wcache.protocol.messages import AskReport, Message, Report
+from wcache.protocol.name import keeper
 from wcache.ranks import ask
-from wcache.supervise.direct.name import keeper
 
 pytestmark = [pytest.mark.cli, pytest.mark.process]
 

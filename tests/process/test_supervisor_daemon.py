@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from tests.places import Places, publish_config
 from tests.processes import wait_for
 from tests.publishing import publish
-from wcache.errors import WcacheError
+from wcache.errors import TryAgainError, WcacheError
 from wcache.protocol.control import Control
 from wcache.protocol.messages import AskReport, Attach, Attached, Report, StoreAgain, Stored
 from wcache.supervise.direct.client import DirectSupervisor
@@ -108,6 +110,41 @@ def test_weights_outlive_the_daemon_and_then_the_supervisor(
     commands.restart([0])
     wait_active(commands, places, not_pid=third)
     assert held(places) == weights
+
+
+def test_a_daemon_that_lost_supervisor_and_files_is_found_and_no_second_one_begins(
+    places: Places, commands: DirectSupervisor
+) -> None:
+    before = begin(places, commands)
+    pid = commands.show([0])[0].main_pid
+    os.kill(_parent_of(pid), signal.SIGKILL)
+    wait_for(lambda: commands.show([0])[0].main_pid == 0, "the supervisor is gone")
+    # It can not make its files again before it goes on.
+    os.kill(pid, signal.SIGSTOP)
+    places.remove_run()
+    commands.start([])  # launches a supervisor
+    with pytest.raises(TryAgainError, match=f"pid {pid}\\) has lost its socket"):
+        commands.stop([0])
+    commands.start([0])
+    wait_for(lambda: commands.show([0])[0].restarts > 1, "it is looked for")
+    os.kill(pid, signal.SIGCONT)
+
+    def is_found() -> bool:
+        unit = commands.show([0])[0]
+        return unit.state == "active" and unit.stored_fds == len(WEIGHTS) + 2
+
+    wait_for(is_found, "everything is stored again")
+    assert commands.show([0])[0].main_pid == pid
+    assert held(places) == before
+
+
+def test_a_second_daemon_of_a_rank_ends(places: Places, commands: DirectSupervisor) -> None:
+    begin(places, commands)
+    places.rank().socket.unlink()
+    command = [sys.executable, "-m", "wcache.daemon", "0"]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == TryAgainError.exit_code
+    assert f"another daemon (pid {commands.show([0])[0].main_pid}) keeps rank 0" in second.stderr
 
 
 def test_a_run_folder_that_is_removed_is_made_again_and_nothing_is_lost(

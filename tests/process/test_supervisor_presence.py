@@ -13,7 +13,8 @@ from tests.places import remove_at_once
 from tests.process.supervised import LAUNCH, SLABS, Supervised
 from tests.processes import PATIENCE_S, end, wait_for
 from wcache.errors import TryAgainError
-from wcache.supervise.direct import client, name
+from wcache.protocol import name
+from wcache.supervise.direct import client
 
 pytestmark = pytest.mark.process
 

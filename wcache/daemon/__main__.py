@@ -13,11 +13,12 @@ from wcache.daemon.configuration import STORED_NAME, Configuration
 from wcache.daemon.handover import take_over
 from wcache.daemon.rank import Rank
 from wcache.daemon.server import Server
-from wcache.errors import ExitCode, WcacheError
+from wcache.errors import ExitCode, TryAgainError, WcacheError
 from wcache.log import setup_logging
 from wcache.machine import open_files
 from wcache.notify import Notifier
 from wcache.paths import InstancePaths, RankId, RankPaths
+from wcache.protocol import name
 
 log = logging.getLogger("wcache.daemon")
 
@@ -55,10 +56,13 @@ def main(arguments: list[str]) -> int:
     instance = InstancePaths.of(rank_id.instance)
     configuration = Configuration(instance.config_file, handed_over.pop(STORED_NAME, None))
     paths = instance.rank(rank_id.rank)
+    own_name = _take_name(paths)
     rank = Rank(paths, notifier, configuration)
     rank.adopt(handed_over)
     server = Server(paths, rank)
     server.wake_by(signals.wakeup)
+    if own_name is not None:
+        server.answer_for(own_name)
     try:
         rank.begin()
         # What start left behind is garbage once; the loop makes none that needs a collector.
@@ -70,6 +74,14 @@ def main(arguments: list[str]) -> int:
         server.close()
         ready.withdraw(paths)
     return ExitCode.CONFIGURATION if rank.failed else ExitCode.DONE
+
+
+def _take_name(paths: RankPaths) -> name.Name | None:
+    """Raises :class:`TryAgainError` where another daemon has it, perhaps without a socket."""
+    taken = name.take(paths)
+    if taken is None and (pid := name.keeper(paths)) is not None:
+        raise TryAgainError(f"another daemon (pid {pid}) keeps rank {paths.id}")
+    return taken
 
 
 def _serve(

@@ -16,6 +16,7 @@ from wcache.daemon.refusals import Refusals
 from wcache.errors import ProtocolError, TryAgainError
 from wcache.paths import RankPaths, check_socket_path
 from wcache.protocol.messages import REQUESTS, Refused, decode_body
+from wcache.protocol.name import Name
 from wcache.protocol.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ class Server:
     def wake_by(self, fd: int) -> None:
         """Has :meth:`step` return when ``fd`` becomes readable: the signals' pipe."""
         self._selector.register(fd, selectors.EVENT_READ)
+
+    def answer_for(self, name: Name) -> None:
+        """Lets go of who looks this daemon's name up."""
+        self._selector.register(name, selectors.EVENT_READ)
 
     def restore(self) -> bool:
         """Listens on the socket's path again if its file was removed; True when it was.
@@ -85,6 +90,8 @@ class Server:
                 self._accept()
             elif isinstance(key.fileobj, Connection):
                 self._serve(key.fileobj, events)
+            elif isinstance(key.fileobj, Name):
+                key.fileobj.hang_up()
             else:
                 os.read(key.fd, 4096)
         now = time.monotonic()

@@ -84,7 +84,7 @@ def _is_orphan(path: Path) -> bool:
 
 
 def _direct_runs(instance: str) -> bool:
-    from wcache.supervise.direct.name import keeper
+    from wcache.protocol.name import keeper
 
     paths = InstancePaths.of(instance)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

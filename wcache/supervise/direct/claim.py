@@ -1,6 +1,5 @@
 """What makes a supervisor the only one of its instance, and is kept while it runs."""
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -10,7 +9,7 @@ from pathlib import Path
 from wcache.errors import TryAgainError
 from wcache.machine.permissions import check_folder
 from wcache.paths import InstancePaths
-from wcache.supervise.direct import name
+from wcache.protocol import name
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +43,10 @@ class Claim:
             self.close_name()
             raise
 
-    def fileno(self) -> int:
-        """Of the name's socket, -1 without one; it can be read when somebody looked it up."""
-        return self._name.fileno() if self._name else -1
-
-    def hang_up(self) -> None:
-        """Lets go of who looked the name up: the kernel has told all that there is to know."""
-        if self._name:
-            with contextlib.suppress(OSError):
-                self._name.accept()[0].close()
+    @property
+    def name(self) -> name.Name | None:
+        """None where somebody else has taken it."""
+        return self._name
 
     def renew(self) -> bool:
         """Makes folder and lock again if they were removed; True when they were.

@@ -15,6 +15,7 @@ from wcache.errors import NoPermissionError, NoSuchRankError, TryAgainError, Wca
 from wcache.paths import InstancePaths
 from wcache.protocol.control import Channel, SilentDaemonError, connect_socket, receive_reply
 from wcache.protocol.messages import Message
+from wcache.protocol.name import is_stopped, keeper
 from wcache.protocol.wire import peer_credentials
 from wcache.supervise.direct.messages import (
     Load,
@@ -28,7 +29,6 @@ from wcache.supervise.direct.messages import (
     Stop,
     decode_reply,
 )
-from wcache.supervise.direct.name import is_stopped, keeper
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks
 from wcache.supervise.interface import UnitReport
 

@@ -24,6 +24,7 @@ from wcache.machine import open_files
 from wcache.machine.permissions import who_may
 from wcache.paths import InstancePaths
 from wcache.protocol.messages import MAX_TEXT, RefusalReason, Refused
+from wcache.protocol.name import keeper
 from wcache.supervise.direct.claim import Claim
 from wcache.supervise.direct.ground import (
     Signals,
@@ -45,7 +46,7 @@ from wcache.supervise.direct.messages import (
 from wcache.supervise.direct.plans import RankPlans
 from wcache.supervise.direct.record import RECORD_NAME, load_ranks, save_ranks
 from wcache.supervise.direct.server import ControlServer, Peer
-from wcache.supervise.direct.takeover import find_daemon
+from wcache.supervise.direct.takeover import find_daemon, lost_socket
 from wcache.supervise.direct.timing import Commands, Timing
 from wcache.supervise.direct.unit import Unit
 
@@ -102,8 +103,8 @@ class Parent:
         self._look_at = time.monotonic() + timing.look_s
         self._idle_since = time.monotonic()
         self._loop.watch(signals.wakeup, signals.drain)
-        if claim.fileno() >= 0:
-            self._loop.watch(claim.fileno(), claim.hang_up)
+        if claim.name is not None:
+            self._loop.watch(claim.name.fileno(), claim.name.hang_up)
         self._server = ControlServer(self._loop, paths.supervisor_socket, self._handle)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -303,6 +304,8 @@ class Parent:
             if unit is None or unit.is_gone:
                 # A daemon may be up without this supervisor's doing.
                 found = find_daemon(self._paths.rank(rank).socket)
+                if found is None and (pid := keeper(self._paths.rank(rank))) is not None:
+                    raise TryAgainError(f"rank {self._paths.rank(rank).id}: {lost_socket(pid)}")
                 if found:
                     unit = self._unit(rank)
                     unit.take_over(found)

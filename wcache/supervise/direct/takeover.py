@@ -83,6 +83,12 @@ def find_daemon(path: Path) -> FoundDaemon | None:
         raise
 
 
+def lost_socket(pid: int) -> str:
+    """Of a daemon that is up, and is known by its name alone."""
+    who = f"pid {pid}" if pid else "a process that can not be seen from here"
+    return f"its daemon ({who}) has lost its socket, which it makes again within a second"
+
+
 def connect_again(path: Path, pid: int) -> socket.socket:
     """A new connection to the daemon ``pid``; raises :class:`WcacheError` if another answers."""
     found = find_daemon(path)

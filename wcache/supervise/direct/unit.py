@@ -15,6 +15,7 @@ from pathlib import Path
 import wcache
 from wcache.errors import TryAgainError, WcacheError
 from wcache.paths import RankPaths
+from wcache.protocol.name import keeper
 from wcache.supervise.direct.inbox import Inbox
 from wcache.supervise.direct.loader_slot import LoaderSlot
 from wcache.supervise.direct.loop import Loop
@@ -26,6 +27,7 @@ from wcache.supervise.direct.takeover import (
     TakeoverResult,
     connect_again,
     find_daemon,
+    lost_socket,
 )
 from wcache.supervise.direct.timing import Backoff, Timing
 from wcache.supervise.interface import UnitReport, UnitState
@@ -41,7 +43,7 @@ class Unit:
         self, paths: RankPaths, notify_path: Path, loop: Loop, plans: RankPlans, timing: Timing
     ) -> None:
         self.id = paths.id
-        self._socket = paths.socket
+        self._paths = paths
         self._loop = loop
         self._plans = plans
         self._timing = timing
@@ -152,7 +154,7 @@ class Unit:
             return
         if self.unkept and not self._takeover:
             # Another try to have the descriptors that are not in the store.
-            self._converse(connect_again(self._socket, self._main.pid), self._main.pid)
+            self._converse(connect_again(self._paths.socket, self._main.pid), self._main.pid)
         self._restart_asked = True
         if not self._takeover and self.state != "stopping":
             self._terminate("restarting")
@@ -249,8 +251,11 @@ class Unit:
 
     def _begin(self) -> None:
         """Never a second daemon: whoever serves the rank's socket already is taken over."""
-        if found := find_daemon(self._socket):
+        if found := find_daemon(self._paths.socket):
             self.take_over(found)
+            return
+        if (pid := keeper(self._paths)) is not None:
+            self._restart_later(lost_socket(pid))
             return
         stored = self._inbox.store.in_order()
         process = spawn(self._plans.daemon(self._inbox.path, stored))
@@ -274,8 +279,10 @@ class Unit:
     # --- taking a daemon over -------------------------------------------------------------------
 
     def _find(self) -> None:
-        if found := find_daemon(self._socket):
+        if found := find_daemon(self._paths.socket):
             self.take_over(found)
+        elif (pid := keeper(self._paths)) is not None:
+            self._restart_later(lost_socket(pid))
         else:
             self._result = "ended while no supervisor ran"
             self._settle("failed")
