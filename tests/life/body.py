@@ -26,7 +26,7 @@ from wcache.manifest import SlabInfo
 from wcache.memory.memfd import create_sealed, read_sealed
 from wcache.protocol.messages import CheckOrder, LoadOrder, Publish, encode_frame
 from wcache.protocol.wire import close_all
-from wcache.state import serves
+from wcache.state import loads, serves
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Body:
         self.before_all = descriptors()
         self.places = Places(Path(tempfile.mkdtemp(prefix="wc")))
         self.places.rank().folder.mkdir(parents=True)
-        self.keeper = Keeper()
+        self.keeper = Keeper(clock)
         self.rank: Rank | None = None
         self.engines: list[Engine] = []
         self.made: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -216,6 +216,7 @@ class Body:
         for engine in self.engines:
             if engine.peer is not None:
                 assert by_number[self.rank._leases[engine.peer].generation] == engine.digest
+        assert loads(self.rank.state) == (self.rank._loading.under_way is not None)
         served, ready = self.rank._holdings.served, self.places.rank().ready_file
         assert serves(self.rank.state) == ready.exists() == (served is not None)
         if served is not None:

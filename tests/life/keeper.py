@@ -27,14 +27,20 @@ class Killed(BaseException):
 class Keeper(Notifier):
     """Hears the daemon and keeps its descriptors as systemd does, several under a name as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__("/nowhere", None)
+        self._clock = clock
         self.stored: list[tuple[str, int]] = []
         self.listens = True
         self.deaf_for = 0
         """So many messages are not heard yet, as by a supervisor that is slow."""
         self.kill_in: int | None = None
         """After so many messages the daemon is killed instead of sending the next one."""
+        self.room = 1000
+        """For so many descriptors; what comes beyond them is dropped, and not confirmed."""
+        self.takes_s = 0.0
+        """Time that passes before it confirms something."""
+        self._is_dropped = False
 
     def _send(self, assignments: Sequence[str], fds: Sequence[int], timeout_s: float = 0) -> bool:
         if self.kill_in is not None:
@@ -47,9 +53,16 @@ class Keeper(Notifier):
         if self.deaf_for:
             self.deaf_for -= 1
             return False
+        if "BARRIER=1" in assignments:
+            self._clock.now += self.takes_s
+            was_dropped, self._is_dropped = self._is_dropped, False
+            return not was_dropped
         name = next((said[7:] for said in assignments if said.startswith("FDNAME=")), "")
         if "FDSTORE=1" in assignments and not any(_same(fds[0], fd) for _, fd in self.stored):
-            self.stored.append((name, os.dup(fds[0])))
+            if len(self.stored) < self.room:
+                self.stored.append((name, os.dup(fds[0])))
+            else:
+                self._is_dropped = True
         if "FDSTOREREMOVE=1" in assignments:
             close_all([fd for other, fd in self.stored if other == name])
             self.stored = [(other, fd) for other, fd in self.stored if other != name]

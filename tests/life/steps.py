@@ -7,6 +7,7 @@ from random import Random
 from tests.changeover import model
 from tests.life.body import Body, Engine
 from tests.life.keeper import Clock
+from tests.places import publish_config
 from wcache.fingerprint import held_from
 from wcache.protocol.messages import (
     AskLoad,
@@ -54,8 +55,11 @@ class Life(Body):
     # --- the operator ---------------------------------------------------------------------------
 
     def configure(self, chance: Random) -> None:
-        if chance.random() < 0.7:
+        kind = chance.random()
+        if kind < 0.6:
             self.write_config(chance.choice(LETTERS))
+        elif kind < 0.8:
+            self.places.write_config(publish_config())
         else:
             self.places.instance().config_file.write_text("[model\n")
 
@@ -114,7 +118,9 @@ class Life(Body):
         if self.rank is None or self.order is not None:
             return
         self.loader = self.new_peer()
-        source: LoadSource = "engine" if chance.random() < 0.1 else "checkpoint"
+        source: LoadSource = "engine" if self.alive.awaits_engine else "checkpoint"
+        if chance.random() < 0.1:
+            source = chance.choice(["engine", "checkpoint"])
         message = AskLoad(source=source, repair=chance.random() < 0.2)
         reply = self.do(lambda: self.alive.ask_load(self.loader, os.getpid(), message))
         if isinstance(reply, LoadOrder | CheckOrder):

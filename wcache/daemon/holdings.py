@@ -169,9 +169,11 @@ class Holdings:
         if serving is None:
             return Roles()  # an empty rank loads what the configuration says
         held = roles.held if roles.held in self._generations else None
+        if held == serving:
+            held = None  # gone back to it is already
         candidate = roles.candidate
         if candidate is not None and self._are_of(serving, candidate):
-            # They were to replace what was not kept: there is nothing to load beside them.
+            # The candidate's weights were to replace a generation that was not kept.
             candidate = None
         roles = msgspec.structs.replace(roles, serving=serving, held=held, candidate=candidate)
         return self._with_configs(roles)
@@ -286,13 +288,14 @@ class Holdings:
 
     def store_what_is_not(self) -> None:
         """Tries again to have kept what the supervisor did not confirm."""
+        # A store that is full has room for what is held once it has heard what is not.
+        if self._safekeeping.discard_again():
+            self.keep_roles()
         served = self.served
-        # Those that engines get come first, since others are freed only when they are safe.
+        # The served one first: nothing else is freed before it is stored.
         self._safekeeping.keep_again(
             sorted((*self, *self.unread), key=lambda held: held is not served)
         )
-        if self._safekeeping.discard_again():
-            self.keep_roles()
         self._safekeeping.keep_roles_again()
         self._safekeeping.keep_lost_config(self._configuration)
 

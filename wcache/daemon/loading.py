@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Loading:
     """The load under way and the reason of the last failure.
 
-    What becomes of the rank is not decided here: after each call it looks at :attr:`under_way`.
+    The rank's state is not decided here: :class:`Rank` has it follow :attr:`under_way`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Loading:
         self._configuration = configuration
         self.under_way: Load | None = None
         self.problem = ""
-        """Why the last load failed; empty while there is hope."""
+        """Why the last load failed; empty after one that did not, or where another is wanted."""
 
     def order(
         self, peer: int, pid: int, message: AskLoad, wanted: Fingerprint | None, *, is_wanted: bool

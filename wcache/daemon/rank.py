@@ -193,7 +193,7 @@ class Rank:
         new = self._loading.accept_checked(peer, message, self._wanted())
         if isinstance(new, Generation):
             return self._take(new, self.config)
-        self._follow_load()
+        self._follow_load(has_failed=False)
         return new
 
     def _take(self, new: Generation, config: Config | None) -> Published:
@@ -388,8 +388,11 @@ class Rank:
             rank=self._paths.id, wanted=self._wanted(), busy=busy, number=self._holdings.next_number
         )
 
-    def _follow_load(self) -> None:
-        """Has the state follow a load that has begun, or ended without weights."""
+    def _follow_load(self, *, has_failed: bool = True) -> None:
+        """Has the state follow a load that has begun, or ended without weights.
+
+        It may end without having failed: then another loader is asked.
+        """
         is_under_way = self._loading.under_way is not None
         if is_under_way == loads(self.state):
             return
@@ -398,7 +401,7 @@ class Rank:
             return
         # A publisher that died is no fault of the configuration: the next engine may publish. And
         # a rank that an operator has emptied stays up, for what he does next.
-        stays = self.awaits_engine or self._has_served or not self._loading.problem
+        stays = self.awaits_engine or self._has_served or not has_failed
         abandoned = stays and self.state is RankState.LOADING
         self._step(RankEvent.LOAD_ABANDONED if abandoned else RankEvent.LOAD_FAILED)
 

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 DEADLINE_S = 5.0
 AGAIN_S = 10.0
+# A turn of the daemon's loop that has taken so long serves its engines before it goes on.
+TURN_S = 1.0
 # Generations count from 1.
 _ROLES = 0
 
@@ -30,6 +32,8 @@ class Safekeeping:
         self._records: list[Record] = []
         """Stored, and not known to be gone; the last one counts."""
         self._recorded: Roles | None = None
+        self._is_foreign = False
+        """The record can not be read, and nothing was decided since: it is kept as it is."""
         self._confirm = False
         self._config_again_at = math.inf
         """When it is handed over again, if nobody listened."""
@@ -86,14 +90,19 @@ class Safekeeping:
         return stored
 
     def keep_again(self, all_held: Iterable[Generation | Unread]) -> None:
-        """Tries again, from time to time, what was not confirmed, as long as it is confirmed."""
+        """Tries again, from time to time, what was not confirmed, as long as that goes well."""
         if not self.must_wait or time.monotonic() < self._again_at:
             return
+        began = time.monotonic()
         for held in all_held:
+            if held.number not in self._problems:
+                continue
+            self.keep(held)
             if held.number in self._problems:
-                self.keep(held)
-                if held.number in self._problems:
-                    return
+                return
+            if time.monotonic() - began > TURN_S:
+                self._again_at = time.monotonic() + TURN_S
+                return
 
     def give_up(self, held: Generation) -> None:
         """Takes a generation out of the store."""
@@ -131,6 +140,7 @@ class Safekeeping:
     def adopt_records(self, records: list[Record], read: Roles | None) -> None:
         """Takes over ``records``, of which the last one says ``read``."""
         self._records, self._recorded = records, read
+        self._is_foreign = bool(records) and read is None
 
     def keep_roles(self, roles: Roles, *, needed: bool, at_stake: bool) -> None:
         """Has the store say ``roles``, or nothing where that is not ``needed``.
@@ -147,7 +157,7 @@ class Safekeeping:
         if said is not None and said != before:
             sequence = max((record.sequence for record in self._records), default=0) + 1
             self._records.append(Record.of(said, sequence))
-        self._recorded = said
+        self._recorded, self._is_foreign = said, False
         self._confirm = at_stake or (before is not None and before.choice != roles.choice)
         self._store_record()
 
@@ -158,7 +168,7 @@ class Safekeeping:
 
     def _store_record(self) -> None:
         """Stores the record that counts, and only then takes the ones before it away."""
-        current = self._records[-1:] if self._recorded is not None else []
+        current = self._records[-1:] if self._recorded is not None or self._is_foreign else []
         outdated = self._records[: len(self._records) - len(current)]
         done = all(self._notifier.store(record.name, record.fd) for record in current)
         done = done and (not current or self._is_confirmed())
@@ -203,8 +213,12 @@ class Safekeeping:
 
     def keep_lost_config(self, configuration: Configuration) -> None:
         """Tries again, from time to time, what nobody heard."""
-        if time.monotonic() >= self._config_again_at:
+        if time.monotonic() < self._config_again_at:
+            return
+        if configuration.current is not None:
             self.keep_config(configuration)
+        else:  # of another wcache: it is kept as it came
+            self.keep_config_again(configuration)
 
     def keep_config_again(self, configuration: Configuration) -> int:
         """Hands the stored configuration to a supervisor that came back; 1 if it went."""

@@ -44,9 +44,9 @@ def create_sealed(name: str, data: bytes) -> int:
 def add_seals(fd: int) -> None:
     """Adds :data:`REQUIRED_SEALS`; raises OSError with EBUSY while anything can still write.
 
-    The kernel says EBUSY as well while it uses one of the pages itself, to move it for instance,
-    and waits for no more than 150 ms for that (memfd_wait_for_pins in mm/memfd.c). Seen once in
-    some 100,000 memfds of 2 MiB.
+    That takes a second: the kernel says EBUSY as well while it uses one of the pages itself, to
+    move it for instance, and waits for no more than 150 ms for that (memfd_wait_for_pins in
+    mm/memfd.c). Seen once in some 100,000 memfds of 2 MiB.
     """
     deadline = time.monotonic() + _SEAL_PATIENCE_S
     while True:
