@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_for
 from tests.reading import readers
 from wcache.errors import CheckpointError
 from wcache.load.reading import numa
@@ -127,3 +128,26 @@ def test_a_thread_is_bound_beside_the_gpu_and_no_other_is(tmp_path: Path) -> Non
         thread.join()
     assert found == {"0000:3b:00.0": near, "0000:5e:00.0": mine, "0000:00:00.0": mine}
     assert os.sched_getaffinity(0) == mine
+
+
+def test_a_thread_whose_start_was_interrupted_begins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+
+    @contextmanager
+    def worker() -> Iterator[Task]:
+        begun.append(threading.current_thread().name)
+        yield lambda _: 1
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            if self.name.endswith("1"):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work(iter(range(10**9)), worker, 2, lambda _: None)
+    wait_for(lambda: readers() == [], "both threads have ended")
+    assert begun == []

@@ -48,6 +48,7 @@ def work(
                 shared.running += 1
             thread.start()
             started.append(thread)
+        shared.gate.set()
         told = -1
         while not shared.wait():
             if shared.done_bytes != told:
@@ -66,6 +67,9 @@ def work(
 class _Shared(Generic[T]):
     def __init__(self, tasks: Iterator[T]) -> None:
         self.changed = threading.Condition()
+        self.gate = threading.Event()
+        """Open once all threads are known. One whose start was interrupted is not: nobody waits for
+        its end, so it must not have begun with anything."""
         self.running = 0
         self.done_bytes = 0
         self.error: BaseException | None = None
@@ -83,6 +87,12 @@ class _Shared(Generic[T]):
     def stop(self) -> None:
         with self.changed:
             self._stopped = True
+        self.gate.set()
+
+    def may_begin(self) -> bool:
+        """Waits for the gate; False when there is nothing to do any more."""
+        self.gate.wait()
+        return not self._stopped
 
     def end(self, error: BaseException | None) -> None:
         with self.changed:
@@ -101,9 +111,12 @@ class _Shared(Generic[T]):
 def _thread(shared: "_Shared[T]", worker: Worker[T]) -> None:
     error: BaseException | None = None
     try:
+        if not shared.may_begin():
+            return
         with worker() as do:
             while (task := shared.next()) is not None:
                 shared.add(do(task))
     except BaseException as raised:  # noqa: BLE001 (a thread's outermost frame: work() raises it)
         error = raised
-    shared.end(error)
+    finally:
+        shared.end(error)
