@@ -4,13 +4,15 @@ import os
 
 import pytest
 
+from tests.life.keeper import Clock, Keeper
 from tests.places import Places, publish_config
 from tests.processes import Store
 from wcache import notify
 from wcache.daemon import safekeeping
 from wcache.daemon.configuration import STORED_NAME, Configuration
-from wcache.daemon.roles import Roles
+from wcache.daemon.roles import Record, Roles
 from wcache.daemon.safekeeping import Safekeeping
+from wcache.memory.memfd import create_sealed, read_sealed
 from wcache.notify import Notifier
 
 pytestmark = pytest.mark.unit
@@ -93,3 +95,28 @@ def test_a_new_supervisor_that_misses_something_gets_it_later(
         assert keeping.problem == ""
     finally:
         second.close()
+
+
+def test_what_only_another_wcache_can_read_is_handed_over_later_as_it_came(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safekeeping, "AGAIN_S", 0.0)
+    stored = create_sealed("config", b'{"model": 5}')
+    record = Record(3, create_sealed("roles", b"[]"))
+    configuration = Configuration(places.instance().config_file, stored)
+    assert configuration.current is None
+    keeper = Keeper(Clock())
+    keeping = Safekeeping(keeper)
+    keeping.adopt_records([record], None)
+    try:
+        keeper.listens = False
+        assert keeping.keep_records_again() == keeping.keep_config_again(configuration) == 0
+        keeper.listens = True
+        keeping.keep_roles_again()
+        keeping.keep_lost_config(configuration)
+        contents = {name: read_sealed(fd, 100) for name, fd in keeper.stored}
+        assert contents == {"roles.3": b"[]", STORED_NAME: b'{"model": 5}'}
+    finally:
+        keeper.lose()
+        record.close()
+        os.close(stored)
